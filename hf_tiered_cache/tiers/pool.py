@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -12,7 +12,7 @@ import numpy as np
 from ..store.geometry import ALIGNMENT
 from ..store.lazy import torch
 from .scores import EvictionPolicy, Owner, ScoreTable, Usage
-from .slabs import FREE, GONE, NO_MEMORY, ORPHANED, RESERVED, Blocks, SlabStock, SlotPool
+from .slabs import FREE, GONE, NO_MEMORY, Blocks, SlabStock, SlotPool
 
 logger = logging.getLogger("hf_tiered_cache")
 
@@ -132,10 +132,9 @@ class Tier:
             return None
         pool, is_held = table.pool, table.slots[chunks] >= 0
         slots = table.slots[chunks[is_held]]
-        pool.pins[slots] += 1
+        pool.pin(slots)
         if is_use:
-            pool.last_used[slots] = self.clock
-            pool.uses[slots] += 1
+            pool.use(slots, self.clock)
         return pool, slots, is_held
 
     def own_memory(self, chunks: np.ndarray, block_bytes: int) -> Iterator[Blocks]:
@@ -161,12 +160,12 @@ class Tier:
 
     def room(self, block_bytes: int) -> int:
         """Return how many blocks of that size could be inserted now, within the budget and without pinned slots."""
-        return self.vacant(block_bytes) + int(np.count_nonzero(self.pool(block_bytes).is_evictable()))
+        return self.vacant(block_bytes) + int(np.count_nonzero(self.pool(block_bytes).is_evictable))
 
     def vacant(self, block_bytes: int) -> int:
         """Return how many blocks of that size could be inserted now without eviction."""
         growth = max(0, (self.budget - self.allocated - ALIGNMENT) // block_bytes)
-        return growth + int(np.count_nonzero(self.pool(block_bytes).owner == FREE))
+        return growth + len(self.pool(block_bytes).free)
 
     def acquire(self, block_bytes: int, count: int) -> tuple[SlotPool, np.ndarray]:
         """Reserve and pin up to `count` slots, evicting blocks as the policy decides.
@@ -175,13 +174,9 @@ class Tier:
         """
         pool = self.pool(block_bytes)
         self._grow(pool, count)
-        missing = count - len(pool.free_slots(count))
-        if missing > 0:
+        if (missing := count - len(pool.free)) > 0:
             self._evict(pool, pool.first_victims(self.policy, missing))
-        slots = pool.free_slots(count)
-        pool.owner[slots] = RESERVED
-        pool.pins[slots] = 1
-        return pool, slots
+        return pool, pool.take_free(count)
 
     def insert(self, pool: SlotPool, slots: np.ndarray, owner: Owner, chunks: np.ndarray, chunk_count: int) -> None:
         """Assign reserved slots, now filled, to the blocks `(owner, chunks)`; they stay pinned.
@@ -192,10 +187,8 @@ class Tier:
         is_new = table.slots[chunks] < 0
         new_slots = slots[is_new]
         pool.chunk[new_slots] = chunks[is_new]
-        pool.last_used[new_slots] = self.clock
-        pool.uses[new_slots] = 1
-        pool.importance[new_slots], pool.accesses[new_slots] = self._scores.of(owner, chunks[is_new])
-        pool.owner[new_slots] = table.number  # last, since `mend` relies on it
+        pool.rate(new_slots, self._scores.of(owner, chunks[is_new]))
+        pool.enter(new_slots, table.number, self.clock)
         table.slots[chunks[is_new]] = new_slots
 
     def rescore(self, owner: Owner, chunks: np.ndarray, scores: np.ndarray) -> None:
@@ -203,22 +196,21 @@ class Tier:
         if (table := self._table(owner)) is not None:
             slots = table.slots[chunks]
             is_held = slots >= 0
-            table.pool.importance[slots[is_held]], table.pool.accesses[slots[is_held]] = scores[:, is_held]
+            table.pool.rate(slots[is_held], scores[:, is_held])
 
     def keeps(self, block_bytes: int, arriving: Usage) -> np.ndarray:
         """Return a bool mask of the arriving blocks that the tier would keep."""
         pool, count = self.pool(block_bytes), len(arriving.last_used)
         self._grow(pool, count)
-        free = len(pool.free_slots(count))
+        free = min(count, len(pool.free))
         if free == count:
             return np.ones(count, bool)
         return self.policy.keeps(arriving, pool.usage(pool.first_victims(self.policy, count - free)), free)
 
     def discard(self, pool: SlotPool, slots: np.ndarray) -> None:
         """Free slots in any state, and unpin them."""
-        self._part(pool, slots, FREE)
-        pool.pins[slots] = 0
-        pool.uses[slots] = 0
+        self._part(pool, slots)
+        pool.set_free(slots)
 
     def forget(self, segments: Collection[str]) -> None:
         """Forget all blocks of these segments. Pinned slots keep their bytes until they are unpinned."""
@@ -239,20 +231,20 @@ class Tier:
             self._forget_all(table)
         for pool in self._pools.values():
             for index, memory in enumerate(pool.slabs):
-                if memory is not None and not pool.pins[pool.starts[index] : pool.starts[index + 1]].any():
+                if memory is not None and not pool.pins[pool.slots_of(index)].any():
                     self._give_back(pool, index)
 
-    def mend(self, pinned_slots: Iterable[tuple[SlotPool, np.ndarray]]) -> None:
+    def mend(self, pinned_slots: Sequence[tuple[SlotPool, np.ndarray]]) -> None:
         """Rebuild all tables after an interrupted change, from the slots of complete blocks and the pinned slots."""
         self.allocated = 0
         for pool in self._pools.values():
-            pool.pins[:] = 0
             pool.owner[~np.isin(pool.owner, list(self._tables))] = FREE
             for index, memory in enumerate(pool.slabs):
                 if memory is None:
-                    pool.owner[pool.starts[index] : pool.starts[index + 1]] = GONE
+                    pool.owner[pool.slots_of(index)] = GONE
                 else:
                     self.allocated += memory.numel() + ALIGNMENT
+            pool.mend(slots for pinned_pool, slots in pinned_slots if pinned_pool is pool)
         for _, number, pool, slots in list(self._tables.values()):
             owner_slots = np.flatnonzero(pool.owner == number)
             slots[:] = -1
@@ -260,15 +252,12 @@ class Tier:
             if not len(owner_slots):
                 del self._tables[number]
         self._latest = {table.owner[:2]: table for table in self._tables.values()}
-        for pool, slots in pinned_slots:
-            pool.pins[slots] += 1
-            pool.owner[slots[pool.owner[slots] == FREE]] = ORPHANED
 
     # --- slabs and owners
 
     def wants(self, block_bytes: int, count: int) -> list[int]:
         """Return the sizes in bytes of the slabs to allocate, beyond those in stock, to get `count` free slots."""
-        missing, room = count - len(self.pool(block_bytes).free_slots(count)), self.budget - self.allocated
+        missing, room = count - len(self.pool(block_bytes).free), self.budget - self.allocated
         sizes: list[int] = []
         while missing > 0 and (nbytes := self._slab_bytes(block_bytes, room)):
             sizes.append(nbytes)
@@ -294,7 +283,7 @@ class Tier:
 
     def _grow(self, pool: SlotPool, count: int) -> None:
         """Add slabs until `count` slots are free. Beyond the budget, take memory from less recently used pools."""
-        while len(pool.free_slots(count)) < count:
+        while len(pool.free) < count:
             nbytes = self._slab_bytes(pool.block_bytes, self.budget - self.allocated)
             if nbytes:
                 try:
@@ -320,22 +309,29 @@ class Tier:
     def _take_from_others(self, pool: SlotPool) -> bool:
         """Free the least recently used slab of another pool and return True.
 
-        Return False if this pool has an evictable block that was used less recently, or if all slabs have pins.
+        Return False if this pool has an evictable block that was used less recently, if all slabs have pins, or if the
+        current fetch uses all of them.
         """
-        victim_slab: tuple[int, SlotPool, int] | None = None
-        for candidate in self._pools.values():
-            for index, memory in enumerate(candidate.slabs):
-                span = slice(candidate.starts[index], candidate.starts[index + 1])
-                if candidate is pool or memory is None or candidate.pins[span].any():
-                    continue
-                newest = int(candidate.last_used[span].max())
-                if victim_slab is None or newest < victim_slab[0]:
-                    victim_slab = (newest, candidate, index)
-        oldest_here = pool.last_used.min(initial=self.clock, where=pool.is_evictable())
-        if victim_slab is None or (len(pool) and victim_slab[0] >= oldest_here):
+        others = [
+            (newest, size, index)
+            for size, candidate in self._pools.items()
+            for index, newest in enumerate(candidate.newest)
+            if candidate is not pool and candidate.slabs[index] is not None
+        ]
+        unpinned = (
+            (newest, self._pools[size], index)
+            for newest, size, index in sorted(others)
+            if not self._pools[size].pins[self._pools[size].slots_of(index)].any()
+        )
+        if (victim_slab := next(unpinned, None)) is None:
             return False
-        _, victim, index = victim_slab
-        slots = np.arange(victim.starts[index], victim.starts[index + 1])
+        newest, victim, index = victim_slab
+        own_slabs = [pool.slots_of(own) for own, memory in enumerate(pool.slabs) if memory is not None]
+        if own_slabs and newest >= self.clock:
+            return False
+        if any((pool.is_evictable[own] & (pool.last_used[own] <= newest)).any() for own in own_slabs):
+            return False
+        slots = victim.slots_of(index)
         self._evict(victim, slots[victim.owner[slots] >= 0])
         self._give_back(victim, index)
         return True
@@ -366,16 +362,16 @@ class Tier:
     def _forget_all(self, table: _Table) -> None:
         pool, slots = table.pool, table.slots[table.slots >= 0]
         in_use = pool.pins[slots] > 0
-        self._part(pool, slots[in_use], ORPHANED)
+        self._part(pool, slots[in_use])
+        pool.orphan(slots[in_use])
         self.discard(pool, slots[~in_use])
 
-    def _part(self, pool: SlotPool, slots: np.ndarray, state: int) -> None:
-        """Remove the blocks of slots from the lookup tables, and set the slots to `state`."""
+    def _part(self, pool: SlotPool, slots: np.ndarray) -> None:
+        """Remove the blocks of slots from the lookup tables."""
         for table, of_owner in self._tables_of(pool, slots):
             table.slots[pool.chunk[slots[of_owner]]] = -1
             if not (table.slots >= 0).any():
                 del self._tables[table.number], self._latest[table.owner[:2]]
-        pool.owner[slots] = state
 
     def _tables_of(self, pool: SlotPool, slots: np.ndarray) -> Iterator[tuple[_Table, np.ndarray]]:
         """Yield each table with blocks in these slots, and a mask of its blocks, bool `[len(slots)]`."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -149,22 +149,32 @@ class SlabStock(list["torch.Tensor"]):
         return list((Counter(requested_sizes) - Counter(memory.numel() for memory in self)).elements())
 
 
-_FEW_SLOTS = 4096
+_FEW_SLOTS, _RANKED_SHARE = 1024, 64
+"""A pool ranks at least so many slots in advance, and at least one in so many."""
 FREE, RESERVED, GONE, ORPHANED = -1, -2, -3, -4
 """States of a slot without a block: free, being filled, memory freed, or block forgotten while the slot is pinned."""
+_OF_SLOTS = (
+    *("owner", "chunk", "pins", "is_evictable", "_is_changed"),
+    *(item.name for item in fields(Usage)),
+)
+"""Arrays of a pool with one entry for each slot."""
 
 
-@dataclass
+@dataclass(eq=False)
 class SlotPool:
     """Pool of buffer slots for blocks of `block_bytes`, with metadata in arrays to avoid a loop over blocks.
 
     A slot is free, holds a block, or is reserved while a block is loaded. While `pins` > 0 it may not be evicted. Slot
     numbers never change, even when a slab is freed, so that pins on other slabs stay valid.
+
+    A pool may have a million slots, so a fetch does not look through all of them: free slots and changed slots are
+    listed, and the slots that are evicted first are ranked once for many fetches (see `first_victims`).
     """
 
     block_bytes: int
     slabs: list[torch.Tensor | None] = field(default_factory=list)  # uint8 [slots, block_bytes] each
     starts: list[int] = field(default_factory=lambda: [0])  # first slot of each slab, and the total
+    newest: list[int] = field(default_factory=list)  # clock at the last use of any slot of each slab
     owner: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))  # number of an owner, or a state above
     chunk: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     last_used: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
@@ -172,9 +182,20 @@ class SlotPool:
     importance: np.ndarray = field(default_factory=lambda: np.empty(0, np.float64))
     accesses: np.ndarray = field(default_factory=lambda: np.empty(0, np.float64))
     pins: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    is_evictable: np.ndarray = field(default_factory=lambda: np.empty(0, bool))
+    """Whether each slot holds a block that may be evicted, bool `[slots]`."""
+    free: np.ndarray = field(default_factory=lambda: _EMPTY)
+    """Free slots, int64, ascending."""
+    _is_changed: np.ndarray = field(default_factory=lambda: np.empty(0, bool))  # since the slots were ranked
+    _changed: list[np.ndarray] = field(default_factory=list)  # these slots
+    _ranked: np.ndarray = field(default_factory=lambda: _EMPTY)  # slots that are evicted first, in order
+    _low: np.ndarray = field(default_factory=lambda: _EMPTY)  # slots that have changed, and rank below `_bound`
+    _bound: tuple[np.ndarray, ...] | None = None  # key of the last ranked slot; None if all slots are candidates
 
     def __len__(self) -> int:
         return int((self.owner != GONE).sum())
+
+    # --- slabs
 
     def add_slab(self, memory: torch.Tensor) -> None:
         """Add `memory`, uint8 `[slots, block_bytes]`, as free slots.
@@ -185,51 +206,144 @@ class SlotPool:
         for index, slab in enumerate(self.slabs):
             if slab is None and self.starts[index + 1] - self.starts[index] == count:
                 self.slabs[index] = memory
-                self.owner[self.starts[index] : self.starts[index + 1]] = FREE
+                self.set_free(self.slots_of(index))
                 return
+        first, stop = self.starts[-1], self.starts[-1] + count
         arrays: dict[str, Any] = {
             "slabs": [*self.slabs, memory],
-            "starts": [*self.starts, self.starts[-1] + count],
-            "owner": np.concatenate([self.owner, np.full(count, FREE, np.int64)]),
+            "starts": [*self.starts, stop],
+            "newest": [*self.newest, 0],
+            "free": np.concatenate([self.free, np.arange(first, stop)]),
         }
-        for name in ("chunk", "last_used", "uses", "importance", "accesses", "pins"):
+        for name in _OF_SLOTS:
             values = getattr(self, name)
-            arrays[name] = np.concatenate([values, np.zeros(count, values.dtype)])
+            arrays[name] = np.concatenate([values, np.full(count, FREE if name == "owner" else 0, values.dtype)])
         self.__dict__.update(arrays)  # atomic: after an interrupt all arrays have the same length
 
     def drop_slab(self, index: int) -> None:
         """Free the memory of a slab, where all slots must be free."""
         self.slabs[index] = None
-        self.owner[self.starts[index] : self.starts[index + 1]] = GONE
+        self.owner[self.slots_of(index)] = GONE
+        self.free = np.setdiff1d(self.free, self.slots_of(index), assume_unique=True)
 
-    def free_slots(self, count: int) -> np.ndarray:
-        """Return up to `count` free slots, ascending, so that runs of blocks stay contiguous in memory."""
-        return np.flatnonzero(self.owner == FREE)[:count]
+    def slots_of(self, index: int) -> np.ndarray:
+        """Return the slots of a slab, int64, ascending."""
+        return np.arange(self.starts[index], self.starts[index + 1])
 
-    def is_evictable(self) -> np.ndarray:
-        """Return whether each slot holds a block that may be evicted, bool `[slots]`."""
-        return (self.owner >= 0) & (self.pins == 0)
+    def slab_of(self, slots: np.ndarray) -> np.ndarray:
+        """Return the index of the slab of each slot, int64."""
+        return np.searchsorted(self.starts, slots, side="right") - 1
+
+    # --- changes of slots, which are distinct in each call
+
+    def take_free(self, count: int) -> np.ndarray:
+        """Reserve and pin up to `count` free slots, ascending, so that runs of blocks stay contiguous in memory."""
+        slots, self.free = self.free[:count], self.free[count:]
+        self.owner[slots] = RESERVED
+        self.pins[slots] = 1
+        return slots
+
+    def set_free(self, slots: np.ndarray) -> None:
+        """Free slots in any state, and unpin them."""
+        self.owner[slots] = FREE
+        self.pins[slots], self.uses[slots] = 0, 0
+        self.is_evictable[slots] = False
+        self.free = np.sort(np.concatenate([self.free, slots]), kind="stable")
+
+    def enter(self, slots: np.ndarray, owner: int, clock: int) -> None:
+        """Record that reserved slots hold blocks of the owner with this number, first used at this time."""
+        self.use(slots, clock)
+        self.owner[slots] = owner  # last, since `mend` relies on it
+
+    def pin(self, slots: np.ndarray) -> None:
+        """Pin slots once more."""
+        self.pins[slots] += 1
+        self.is_evictable[slots] = False
+
+    def unpin(self, slots: np.ndarray) -> np.ndarray:
+        """Unpin slots once, and return those that have no pin left."""
+        self.pins[slots] -= 1
+        idle_slots = slots[self.pins[slots] == 0]
+        self.is_evictable[idle_slots] = self.owner[idle_slots] >= 0
+        self._note_change(idle_slots)  # they may have been pinned when the slots were ranked
+        return idle_slots
+
+    def orphan(self, slots: np.ndarray) -> None:
+        """Forget the blocks of pinned slots."""
+        self.owner[slots] = ORPHANED
+
+    def use(self, slots: np.ndarray, clock: int) -> None:
+        """Record that blocks in slots are used at this time of the tier."""
+        self.last_used[slots] = clock
+        self.uses[slots] += 1
+        self._note_change(slots)
+        for index in np.unique(self.slab_of(slots)).tolist():
+            self.newest[index] = clock
+
+    def rate(self, slots: np.ndarray, scores: np.ndarray) -> None:
+        """Set the importance and the accesses of slots, float64 `[2, len(slots)]`."""
+        self.importance[slots], self.accesses[slots] = scores
+        self._note_change(slots)
+
+    def _note_change(self, slots: np.ndarray) -> None:
+        """Record that the ranking of the slots does not apply to these slots any more."""
+        if len(new_slots := slots[~self._is_changed[slots]]):  # each slot is listed once
+            self._is_changed[new_slots] = True
+            self._changed.append(new_slots)
+
+    def mend(self, pinned_slots: Iterable[np.ndarray]) -> None:
+        """Set all pins, and derive the rest from them and the owners, after an interrupted change."""
+        self.pins[:] = 0
+        for slots in pinned_slots:
+            self.pins[slots] += 1
+        self.owner[(self.owner == FREE) & (self.pins > 0)] = ORPHANED
+        self.free, self.is_evictable = np.flatnonzero(self.owner == FREE), (self.owner >= 0) & (self.pins == 0)
+        self.newest = [int(self.last_used[self.slots_of(index)].max()) for index in range(len(self.slabs))]
+        self._ranked, self._low, self._bound = _EMPTY, _EMPTY, None
+        self._is_changed[:], self._changed = True, [np.arange(len(self.owner))]
+
+    # --- eviction
 
     def first_victims(self, policy: EvictionPolicy, count: int) -> np.ndarray:
         """Return up to `count` slots whose blocks may be evicted, int64: those that `policy` gives up first, in order.
 
-        If nearly all slots may be evicted, as usual, the policy ranks all of them: copying the usage of 130,000 slots
-        takes several times as long.
+        A ranking of the lowest slots serves many calls. The result is exact, because changed slots are compared with
+        the bound of the ranking: those below it are candidates, too. `policy` is the same in all calls.
         """
-        is_evictable = self.is_evictable()
-        num_others = len(is_evictable) - int(np.count_nonzero(is_evictable))
-        if num_others <= _FEW_SLOTS:
-            victims = policy.victims(self.usage(slice(None)), count + num_others)
-            return victims[is_evictable[victims]][:count]
-        slots = np.flatnonzero(is_evictable)
-        return slots[policy.victims(self.usage(slots), count)]
+        changed_slots = np.concatenate([_EMPTY, *self._changed])
+        self._ranked, self._low = (slots[~self._is_changed[slots]] for slots in (self._ranked, self._low))
+        self._is_changed[changed_slots], self._changed = False, []
+        changed_slots = changed_slots[self.is_evictable[changed_slots]]
+        self._low = np.concatenate([self._low, changed_slots[self._is_low(policy, changed_slots)]])
+        victims = self._ranked[self.is_evictable[self._ranked]][:count]
+        candidates = np.concatenate([victims, self._low[self.is_evictable[self._low]]])
+        most = max(_FEW_SLOTS, len(self.owner) // _RANKED_SHARE)
+        if len(self._low) > most or (len(candidates) < count and self._bound is not None):
+            slots = np.flatnonzero(self.is_evictable)
+            self._ranked, self._low = slots[policy.victims(self.usage(slots), count + most)], _EMPTY
+            self._bound = self._key(policy, self._ranked[-1:]) if len(self._ranked) < len(slots) else None
+            return self._ranked[:count]
+        candidates.sort()  # slots of one score are evicted in their order
+        return candidates[policy.victims(self.usage(candidates), count)]
+
+    def _is_low(self, policy: EvictionPolicy, slots: np.ndarray) -> np.ndarray:
+        """Return whether slots are evicted before all slots that are not ranked, bool `[len(slots)]`."""
+        is_low = np.full(len(slots), self._bound is None)
+        for values, bounds in reversed([*zip(self._key(policy, slots), self._bound or (), strict=False)]):
+            is_low = (values < bounds) | ((values == bounds) & is_low)
+        return is_low
+
+    def _key(self, policy: EvictionPolicy, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return what slots are ranked by, the most important first."""
+        usage = self.usage(slots)
+        return policy.score(usage), usage.last_used, slots
 
     def usage(self, slots: np.ndarray | slice) -> Usage:
         return Usage(self.last_used[slots], self.uses[slots], self.importance[slots], self.accesses[slots])
 
     def blocks(self, slots: np.ndarray, chunks: np.ndarray) -> Blocks:
         """Return the blocks of ascending `chunks`, stored in `slots`."""
-        slab_of_slot = np.searchsorted(self.starts, slots, side="right") - 1
+        slab_of_slot = self.slab_of(slots)
         if len(slots) and slab_of_slot.min() == slab_of_slot.max():  # often, and several times as fast
             number = int(slab_of_slot[0])
             return Blocks(chunks, (self._slab(number),), np.zeros_like(slots), slots - self.starts[number])

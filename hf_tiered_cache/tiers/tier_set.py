@@ -263,12 +263,11 @@ class TierSet:
             tier.mend(self._pins.in_tier(tier))
         for pool in self.host.pools():
             # blocks that moved to a device in that change
-            self._free_idle(self.host, pool, np.flatnonzero(pool.is_evictable()))
+            self._free_idle(self.host, pool, np.flatnonzero(pool.is_evictable))
 
     def _unpin(self, tier: Tier, pool: SlotPool, slots: np.ndarray) -> None:
         """Unpin slots. Free reserved and orphaned ones, and host slots with a block that is now on a device."""
-        pool.pins[slots] -= 1
-        self._free_idle(tier, pool, slots[pool.pins[slots] == 0])
+        self._free_idle(tier, pool, pool.unpin(slots))
 
     def _free_idle(self, tier: Tier, pool: SlotPool, slots: np.ndarray) -> None:
         owners = pool.owner[slots]

@@ -352,6 +352,19 @@ def test_turns_come_in_the_order_of_their_times_and_go_on_from_one_another():
             end = turn.end
 
 
+def test_tier_slots(tmp_path, monkeypatch):
+    import tier_slots
+
+    options = ["--slots", "4096,8192", "--fetches", "5", "--chunks", "8"]
+    monkeypatch.setattr(sys, "argv", ["tier_slots.py", *options, "--out", str(tmp_path)])
+    tier_slots.main()
+    results = json.loads((tmp_path / "tier-slots-cpu.json").read_text())["results"]
+    assert [result["slots"] for result in results] == [4096, 4096, 8192, 8192]
+    assert all(len(result[name]) == 5 for result in results for name in ("fetch", "ranking all"))
+    assert "| attention | 8,192 |" in (tmp_path / "tier-slots-cpu.md").read_text()
+    assert (tmp_path / "tier-slots-cpu.png").exists()
+
+
 def test_reselection(tmp_path, monkeypatch):
     import reselection
 
