@@ -43,14 +43,12 @@ class ChunkMap:
 
         Tokens have slots, int64 `[sets, tokens]`, distinct within a set.
         """
-        order = np.argsort(slots, axis=1, kind="stable")  # [sets, tokens]: tokens by slot
-        number = np.take_along_axis(slots, order, 1) // chunk_tokens
-        begins = np.diff(number, axis=1, prepend=-1) > 0
-        first = np.maximum.accumulate(np.where(begins, np.arange(slots.shape[1]), 0), axis=1)
-        chunk, place = np.empty_like(slots), np.empty_like(slots)
-        np.put_along_axis(chunk, order, np.cumsum(begins, axis=1) - 1, 1)
-        np.put_along_axis(place, order, np.arange(slots.shape[1]) - first, 1)
-        return cls(chunk, place)
+        sets = len(slots)
+        is_held = np.zeros((sets, int(slots.max()) // chunk_tokens + 1, chunk_tokens), bool)
+        is_held.reshape(sets, -1)[np.arange(sets)[:, None], slots] = True
+        number = is_held.any(axis=2).cumsum(axis=1) - 1  # [sets, chunks]: chunks without tokens do not count
+        place = is_held.cumsum(axis=2).reshape(sets, -1) - 1  # [sets, slots]
+        return cls(np.take_along_axis(number, slots // chunk_tokens, 1), np.take_along_axis(place, slots, 1))
 
     @property
     def tokens(self) -> int:

@@ -174,7 +174,7 @@ class SlotPool:
     block_bytes: int
     slabs: list[torch.Tensor | None] = field(default_factory=list)  # uint8 [slots, block_bytes] each
     starts: list[int] = field(default_factory=lambda: [0])  # first slot of each slab, and the total
-    newest: list[int] = field(default_factory=list)  # clock at the last use of any slot of each slab
+    newest: np.ndarray = field(default_factory=lambda: _EMPTY)  # int64 [slabs], clock at the last use of any slot
     owner: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))  # number of an owner, or a state above
     chunk: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     last_used: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
@@ -212,7 +212,7 @@ class SlotPool:
         arrays: dict[str, Any] = {
             "slabs": [*self.slabs, memory],
             "starts": [*self.starts, stop],
-            "newest": [*self.newest, 0],
+            "newest": np.append(self.newest, 0),
             "free": np.concatenate([self.free, np.arange(first, stop)]),
         }
         for name in _OF_SLOTS:
@@ -277,8 +277,7 @@ class SlotPool:
         self.last_used[slots] = clock
         self.uses[slots] += 1
         self._note_change(slots)
-        for index in np.unique(self.slab_of(slots)).tolist():
-            self.newest[index] = clock
+        self.newest[self.slab_of(slots)] = clock
 
     def rate(self, slots: np.ndarray, scores: np.ndarray) -> None:
         """Set the importance and the accesses of slots, float64 `[2, len(slots)]`."""
@@ -298,7 +297,7 @@ class SlotPool:
             self.pins[slots] += 1
         self.owner[(self.owner == FREE) & (self.pins > 0)] = ORPHANED
         self.free, self.is_evictable = np.flatnonzero(self.owner == FREE), (self.owner >= 0) & (self.pins == 0)
-        self.newest = [int(self.last_used[self.slots_of(index)].max()) for index in range(len(self.slabs))]
+        self.newest = np.array([self.last_used[self.slots_of(index)].max() for index in range(len(self.slabs))], np.int64)
         self._ranked, self._low, self._bound = _EMPTY, _EMPTY, None
         self._is_changed[:], self._changed = True, [np.arange(len(self.owner))]
 

@@ -172,7 +172,8 @@ class TierMachine(RuleBasedStateMachine):
         for pool in self.tier._pools.values() if hasattr(self, "tier") else ():
             assert np.array_equal(pool.free, np.flatnonzero(pool.owner == FREE))
             assert np.array_equal(pool.is_evictable, (pool.owner >= 0) & (pool.pins == 0))
-            assert pool.newest == [pool.last_used[pool.slots_of(index)].max() for index in range(len(pool.slabs))]
+            newest = [pool.last_used[pool.slots_of(index)].max() for index in range(len(pool.slabs))]
+            assert pool.newest.tolist() == newest
 
     @rule(count=st.integers(1, 20), few=st.integers(0, 6))
     def rank(self, count, few):
