@@ -57,8 +57,8 @@ def insert(tier: Tier, owner: tuple[str, int, int], chunks: np.ndarray) -> None:
     """Enter new blocks, as a fetch does."""
     tier.clock += 1
     arriving = Usage(np.full(len(chunks), tier.clock), np.ones(len(chunks)), *np.full((2, len(chunks)), 1e6))
-    pool, slots = tier.acquire(BLOCK_BYTES, int(tier.keeps(BLOCK_BYTES, arriving).sum()))
-    tier.insert(pool, slots, owner, chunks[: len(slots)], len(chunks))
+    pool, slots, kept = tier.acquire(BLOCK_BYTES, len(chunks), arriving)
+    tier.insert(pool, slots, owner, chunks[kept], len(chunks))
     pool.unpin(slots)
 
 

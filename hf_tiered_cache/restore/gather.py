@@ -205,25 +205,21 @@ def gather_chunks(
     Raises:
         LookupError: Blocks lack a requested chunk.
     """
-    slabs: dict[int, tuple[torch.Tensor, list[np.ndarray], list[np.ndarray]]] = {}
-    for blocks, chunks, numbers in requests:
+    parts: list[Blocks] = []
+    for blocks, chunks, _ in requests:
         at = blocks.chunks.searchsorted(chunks)
         if (blocks.chunks.take(at, mode="clip") != chunks).any():
             raise LookupError(_NOT_FETCHED)
-        slab, slot = blocks.slab[at], blocks.slot[at]
-        for number, memory in enumerate(blocks.slabs):
-            selection = slice(None) if len(blocks.slabs) == 1 else slab == number
-            _, slots, numbers_by_part = slabs.setdefault(id(memory), (memory, [], []))
-            slots.append(slot[selection])
-            numbers_by_part.append(numbers[selection])
-    order = np.concatenate([part for *_, numbers_by_part in slabs.values() for part in numbers_by_part])
-    first = next(iter(slabs.values()))[0]
-    width = min(memory.shape[1] for memory, *_ in slabs.values())  # segments may pad blocks differently, at their ends
-    gathered, begin = first.new_empty(len(order), width), 0  # uint8 [n of all, width]
-    for memory, slots, _ in slabs.values():
-        rows = to_device(np.concatenate(slots), memory.device)
-        torch.index_select(memory[:, :width], 0, rows, out=gathered[begin : begin + len(rows)])
+        parts.append(blocks[at])
+    joined, order = Blocks.in_order(parts), np.concatenate([numbers for *_, numbers in requests])
+    width = min(slab.shape[1] for slab in joined.slabs)  # segments may pad blocks differently, at their ends
+    gathered, begin, in_memory = joined.slabs[0].new_empty(len(joined), width), 0, []  # uint8 [n, width]
+    for slab, rows, places in joined.rows_by_slab():
+        target = gathered[begin : begin + len(rows)]
+        torch.index_select(slab[:, :width], 0, to_device(rows, slab.device), out=target)
         begin += len(rows)
+        in_memory.append(places)
+    order = order[np.concatenate(in_memory)]
     decoded = {
         part.tensor: shape.decode(block_group, part, shape.field_views(gathered, part)).squeeze(1)
         for part in block_group.parts

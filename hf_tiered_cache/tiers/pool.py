@@ -167,16 +167,26 @@ class Tier:
         growth = max(0, (self.budget - self.allocated - ALIGNMENT) // block_bytes)
         return growth + len(self.pool(block_bytes).free)
 
-    def acquire(self, block_bytes: int, count: int) -> tuple[SlotPool, np.ndarray]:
-        """Reserve and pin up to `count` slots, evicting blocks as the policy decides.
+    def acquire(
+        self, block_bytes: int, count: int, arriving: Usage | None = None
+    ) -> tuple[SlotPool, np.ndarray, np.ndarray]:
+        """Reserve and pin slots for up to `count` blocks, evicting others as the policy decides.
 
-        Fewer slots are returned if the budget is too small or everything is pinned.
+        Given the usage of the `arriving` blocks, the policy also decides which of them to keep. If the budget is too
+        small or everything is pinned, the first ones get slots.
+
+        Returns:
+            Pool, slots, and the index of the block that each slot is for, int64 ascending.
         """
-        pool = self.pool(block_bytes)
+        pool, kept = self.pool(block_bytes), np.arange(count)
         self._grow(pool, count)
         if (missing := count - len(pool.free)) > 0:
-            self._evict(pool, pool.first_victims(self.policy, missing))
-        return pool, pool.take_free(count)
+            victims = pool.first_victims(self.policy, missing)
+            if arriving is not None:
+                kept = np.flatnonzero(self.policy.keeps(arriving, pool.usage(victims), len(pool.free)))
+            self._evict(pool, victims[: max(0, len(kept) - len(pool.free))])
+        slots = pool.take_free(len(kept))
+        return pool, slots, kept[: len(slots)]
 
     def insert(self, pool: SlotPool, slots: np.ndarray, owner: Owner, chunks: np.ndarray, chunk_count: int) -> None:
         """Assign reserved slots, now filled, to the blocks `(owner, chunks)`; they stay pinned.
@@ -197,15 +207,6 @@ class Tier:
             slots = table.slots[chunks]
             is_held = slots >= 0
             table.pool.rate(slots[is_held], scores[:, is_held])
-
-    def keeps(self, block_bytes: int, arriving: Usage) -> np.ndarray:
-        """Return a bool mask of the arriving blocks that the tier would keep."""
-        pool, count = self.pool(block_bytes), len(arriving.last_used)
-        self._grow(pool, count)
-        free = min(count, len(pool.free))
-        if free == count:
-            return np.ones(count, bool)
-        return self.policy.keeps(arriving, pool.usage(pool.first_victims(self.policy, count - free)), free)
 
     def discard(self, pool: SlotPool, slots: np.ndarray) -> None:
         """Free slots in any state, and unpin them."""

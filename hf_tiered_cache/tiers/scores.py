@@ -77,8 +77,8 @@ class EvictionPolicy(ABC):
     def keeps(self, arriving: Usage, resident: Usage, free: int) -> np.ndarray:
         """Return a bool mask of the arriving blocks that the tier keeps, by the usage of the blocks.
 
-        They arrive from disk or a faster tier. `resident` are the blocks that the tier would evict for them; `free`
-        slots are free.
+        They arrive from disk or a faster tier. `free` slots are free, and `resident` are the blocks that the tier would
+        evict for the others, in this order.
         """
         return np.ones(len(arriving.last_used), bool)
 
@@ -110,12 +110,11 @@ class AttentionGuided(EvictionPolicy):
     def keeps(self, arriving: Usage, resident: Usage, free: int) -> np.ndarray:
         score, resident_score = self.score(arriving), self.score(resident)
         order = np.lexsort((arriving.last_used, score))[::-1]  # best first
-        lowest = _lowest(resident_score, resident.last_used, max(0, len(order) - free))
         mask = np.zeros(len(order), bool)
         mask[order[:free]] = True
-        rivals = order[free : free + len(lowest)]
-        is_newer = arriving.last_used[rivals] > resident.last_used[lowest]
-        mask[rivals] = (score[rivals] > resident_score[lowest]) | ((score[rivals] == resident_score[lowest]) & is_newer)
+        rivals = order[free : free + len(resident_score)]
+        is_newer = arriving.last_used[rivals] > resident.last_used
+        mask[rivals] = (score[rivals] > resident_score) | ((score[rivals] == resident_score) & is_newer)
         return mask
 
 

@@ -297,7 +297,9 @@ class SlotPool:
             self.pins[slots] += 1
         self.owner[(self.owner == FREE) & (self.pins > 0)] = ORPHANED
         self.free, self.is_evictable = np.flatnonzero(self.owner == FREE), (self.owner >= 0) & (self.pins == 0)
-        self.newest = np.array([self.last_used[self.slots_of(index)].max() for index in range(len(self.slabs))], np.int64)
+        self.newest = np.array(
+            [self.last_used[self.slots_of(index)].max() for index in range(len(self.slabs))], np.int64
+        )
         self._ranked, self._low, self._bound = _EMPTY, _EMPTY, None
         self._is_changed[:], self._changed = True, [np.arange(len(self.owner))]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 
@@ -204,31 +205,34 @@ class TierSet:
         self._pins.reap(self._unpin)
 
     def _reserve(
-        self, tier: Tier, block_bytes: int, requests: Sequence[tuple[FetchedBlocks | None, np.ndarray]], pin: Pin
+        self,
+        tier: Tier,
+        block_bytes: int,
+        requests: Sequence[tuple[FetchedBlocks | None, np.ndarray]],
+        pin: Pin,
+        arriving: Usage | None = None,
     ) -> list[Blocks]:
         """Reserve slots for chunks of several requests, int64 ascending, for a pin, as many as `tier` has room for.
 
         The first chunks of the first requests get them. With `FetchedBlocks`, whose chunks enter the tier on arrival,
-        only chunks that the policy keeps get slots. The policy looks through all slots, so it is asked once for all.
+        or the usage of `arriving` chunks, only chunks that the policy keeps get slots.
         """
         chunk_sets = [chunks for _, chunks in requests]
         if not tier.budget or not any(map(len, chunk_sets)):
             return [NO_BLOCKS] * len(requests)
-        arriving = [self._usage(fetched.request.owner, chunks) for fetched, chunks in requests if fetched is not None]
-        if arriving:
-            is_kept = np.split(tier.keeps(block_bytes, Usage.join(arriving)), np.cumsum([*map(len, chunk_sets)])[:-1])
-            chunk_sets = [chunks[mask] for chunks, mask in zip(chunk_sets, is_kept, strict=True)]
-        pool, slots = tier.acquire(block_bytes, sum(map(len, chunk_sets)))
+        usages = [self._usage(fetched.request.owner, chunks) for fetched, chunks in requests if fetched is not None]
+        all_chunks = np.concatenate(chunk_sets)
+        pool, slots, kept = tier.acquire(block_bytes, len(all_chunks), Usage.join(usages) if usages else arriving)
         if len(slots):
-            pool.chunk[slots] = np.concatenate(chunk_sets)[: len(slots)]
+            pool.chunk[slots] = all_chunks[kept]
             pin.slots.append((tier, pool, slots))
-        reserved, stop = [], 0
-        for (fetched, _), chunks in zip(requests, chunk_sets, strict=True):
-            start, stop = stop, stop + len(chunks)
-            own_slots = slots[start:stop]
-            if fetched is not None and len(own_slots):
-                fetched.reserved_slots.append((tier, pool, own_slots))
-            reserved.append(pool.blocks(own_slots, chunks[: len(own_slots)]) if len(own_slots) else NO_BLOCKS)
+        reserved = []
+        bounds = kept.searchsorted(np.cumsum([0, *map(len, chunk_sets)])).tolist()
+        for (fetched, _), (start, stop) in zip(requests, pairwise(bounds), strict=True):
+            if fetched is not None and start < stop:
+                fetched.reserved_slots.append((tier, pool, slots[start:stop]))
+            chunks = all_chunks[kept[start:stop]]
+            reserved.append(pool.blocks(slots[start:stop], chunks) if start < stop else NO_BLOCKS)
         return reserved
 
     def _usage(self, owner: Owner, chunks: np.ndarray) -> Usage:
@@ -240,17 +244,13 @@ class TierSet:
         """Copy blocks from a device to the host tier, as far as it has room and its policy keeps them."""
         if not self.host.budget:
             return
-        size = blocks.block_bytes
-        blocks = blocks[self.host.keeps(size, usage)]
-        if not len(blocks):
-            return
         gpu = self._gpus[device]
         pin = Pin(gpu.stream, release_event=DoneEvent(), moves_down=True)
         self._pins.add(pin)
-        (targets,) = self._reserve(self.host, size, [(None, blocks.chunks)], pin)
+        (targets,) = self._reserve(self.host, blocks.block_bytes, [(None, blocks.chunks)], pin, usage)
         if not len(targets):
             return
-        gpu.copy(blocks, targets)
+        gpu.copy(blocks[blocks.chunks.searchsorted(targets.chunks)], targets)
         pin.copied = gpu.stream.copied()
         _, pool, slots = pin.slots[0]
         self.host.insert(pool, slots, owner, pool.chunk[slots], count)

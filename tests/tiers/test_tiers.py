@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from types import SimpleNamespace
 
 import numpy as np
@@ -86,7 +87,7 @@ class TierMachine(RuleBasedStateMachine):
         pinned_before = {key for _, _, keys in self.pinned for key in keys} | {
             (*owner, int(c)) for c in chunks[present]
         }
-        _, new = self.tier.acquire(block_bytes, len(missing))
+        _, new, _ = self.tier.acquire(block_bytes, len(missing))
         assert not pinned_before & set(self.gone)
         self.check_victims(pool, block_group)
         for key in self.gone:
@@ -202,8 +203,8 @@ def test_runs_break_at_slabs_at_gaps_and_between_chunks():
 def test_a_block_brought_in_twice_is_kept_once():
     tier = Tier("host", 1 << 20, make_policy("lru"), lambda n: torch.zeros(n, dtype=torch.uint8))
     chunks = np.arange(3)
-    pool, first = tier.acquire(4096, 3)
-    _, second = tier.acquire(4096, 3)
+    pool, first, _ = tier.acquire(4096, 3)
+    _, second, _ = tier.acquire(4096, 3)
     tier.insert(pool, first, ("s", 0), chunks, 3)
     tier.insert(pool, second, ("s", 0), chunks, 3)
     assert (pool.owner[first] >= 0).all()
@@ -217,11 +218,11 @@ def test_a_pool_in_use_takes_memory_from_one_that_is_not():
     """Another model's blocks, of another size, were used longer ago."""
     tier = Tier("host", 20 * (4096 + ALIGNMENT), make_policy("lru"), lambda n: torch.zeros(n, dtype=torch.uint8))
     tier.clock = 1
-    small, slots = tier.acquire(4096, 30)
+    small, slots, _ = tier.acquire(4096, 30)
     tier.insert(small, slots, ("old", 0), np.arange(len(slots)), len(slots))
     small.unpin(slots)
     tier.clock = 2
-    large, slots = tier.acquire(8192, 8)
+    large, slots, _ = tier.acquire(8192, 8)
     assert len(slots) == 8
     assert tier.allocated <= tier.budget
     assert len(small) == 0
@@ -282,7 +283,7 @@ def test_a_tier_goes_on_with_the_memory_it_could_get(caplog, monkeypatch):
     tier = Tier("device", 8 * SLAB_BYTES, make_policy("lru"), allocate)
     tier.clock = 1
     count = SLAB_BYTES // 65536
-    pool, slots = tier.acquire(65536, 2 * count)
+    pool, slots, _ = tier.acquire(65536, 2 * count)
     assert len(slots) == count - 1
     assert tier.budget == tier.allocated <= SLAB_BYTES
     tier.insert(pool, slots, ("s", 0), np.arange(len(slots)), len(slots))
@@ -329,6 +330,8 @@ def test_the_host_keeps_what_scores_higher_than_what_it_has(arriving, resident, 
         else:
             continue
         expected[index] = True
+    order = np.argsort(usage[1].importance * usage[1].accesses)[: max(0, len(arriving) - free)]
+    usage[1] = Usage(*(getattr(usage[1], field.name)[order] for field in fields(Usage)))  # as they would be evicted
     found = make_policy("attention").keeps(*usage, free)
     score = np.array([i * f for i, f in arriving])
     assert sorted(score[found]) == sorted(score[np.array(expected)])
