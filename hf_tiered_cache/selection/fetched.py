@@ -109,6 +109,21 @@ class RowTokens:
             return list(self.tokens)
         return [tokens[:count] for tokens, count in zip(self.tokens, self.counts, strict=True)]
 
+    @cached_property
+    def inside(self) -> dict[int, list[tuple[int, np.ndarray]]]:
+        """Tokens of each set that a segment slice holds, for each slice by its position in the row.
+
+        An entry is the index of the first held token in the set, and the held tokens, counted in the segment.
+        """
+        held = {}
+        for piece in self.row.pieces:
+            spans = [np.searchsorted(tokens, (piece.at, piece.at + piece.count)).tolist() for tokens in self.sets]
+            held[piece.at] = [
+                (low, tokens[low:high] - piece.at + piece.first)
+                for tokens, (low, high) in zip(self.sets, spans, strict=True)
+            ]
+        return held
+
     def held(self, layers: Collection[int]) -> Iterator[tuple[SegmentSlice, BlockGroup, list[HeldSet]]]:
         """Yield each segment slice, and each KV cache group that `layers` restore from, with what they hold."""
         for piece in self.row.pieces:
@@ -118,10 +133,11 @@ class RowTokens:
 
     def in_groups(self, piece: SegmentSlice, block_groups: Sequence[BlockGroup]) -> list[list[HeldSet]]:
         """Return what a segment slice and each of some KV cache groups hold of each set."""
-        if len(self.sets) == 1:
-            return [[(-1, *_inside(piece, self.sets[0]))]] * len(block_groups)
-        heads = [range(len(self.sets))[_heads_of(block_group)] for block_group in block_groups]
-        return [[(head, *_inside(piece, self.sets[head])) for head in group_heads] for group_heads in heads]
+        held = self.inside[piece.at]
+        if len(held) == 1:
+            return [[(-1, *held[0])]] * len(block_groups)
+        heads = [range(len(held))[_heads_of(block_group)] for block_group in block_groups]
+        return [[(head, *held[head]) for head in group_heads] for group_heads in heads]
 
 
 @dataclass(eq=False)
@@ -151,7 +167,7 @@ class UnitTable:
         """Return units that hold keys of a layer (see `key_groups`), and their chunks with tokens of one set."""
         requests = []
         for piece in tokens.row.pieces:
-            _, inside = _inside(piece, tokens.tokens[0])
+            _, inside = tokens.inside[piece.at][0]
             for block_group in key_groups(piece.reader.shape, layer, heads):
                 unit = self._unit(piece.reader, block_group)
                 unit.identifies = True
@@ -230,7 +246,7 @@ class UnitTable:
         for unit in units:
             for piece in tokens.row.pieces if unit.from_disk else ():
                 if piece.reader is unit.reader:
-                    unit.use((layer,), [_inside(piece, token_set)[1] for token_set in tokens.sets])
+                    unit.use((layer,), [inside for _, inside in tokens.inside[piece.at]])
 
     def finish(self, layer: int) -> None:
         """Record the I/O of units that no layer after `layer` needs, and release their blocks."""
@@ -277,12 +293,6 @@ def _gather_of(tokens: RowTokens, units: Sequence[FetchUnit]) -> Gather:
         positions = np.arange(first, first + len(inside))
         gather.add(unit.reader.shape, unit.blocks, inside, positions, head, unit.block_group)
     return gather
-
-
-def _inside(piece: SegmentSlice, tokens: np.ndarray) -> tuple[int, np.ndarray]:
-    """Return the index of the first of a row's tokens that `piece` holds, and the held ones counted in the segment."""
-    low, high = np.searchsorted(tokens, (piece.at, piece.at + piece.count))
-    return int(low), tokens[low:high] - piece.at + piece.first
 
 
 def _heads_of(block_group: BlockGroup) -> slice:
