@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -120,46 +120,80 @@ class _Passage:
         """Number of tokens that are stored; 0 if the passage is too short."""
         return whole_tokens(len(self.ids))
 
-    def reader(self, storage: Storage) -> SegmentReader | None:
-        """Return the segment that stores the passage, or None."""
-        return None if self.row is None else storage.disk.found(self.row)
-
 
 class _Call:
-    """Distinct passages of a call of `KVStore.precompute`, and their labels. Raises ConfigError if invalid."""
+    """Call of `precompute_passages`: its distinct passages, and their labels. Raises ConfigError if invalid."""
 
-    def __init__(self, like: PassageCache, input_ids: Any, labels: Sequence[str] | None) -> None:
-        self.like = like.passage
+    def __init__(
+        self,
+        storage: Storage,
+        new_cache: Callable[..., PassageCache],
+        input_ids: Any,
+        label: str,
+        labels: Sequence[str] | None,
+        batch_tokens: int,
+    ) -> None:
+        self._storage, self._new_cache, self._label, self._batch_tokens = storage, new_cache, label, batch_tokens
+        self._like = new_cache().passage
+        self._method = self._like.method
         prompts = as_prompts(input_ids, empty=True)
         if labels is not None and (isinstance(labels, str) or len(labels) != len(prompts)):
             raise ConfigError(f"labels must be one for each of the {len(prompts)} passages, not {labels!r:.80}")
-        for label in labels or ():
-            check_name(label, "document's label", most=1000)
+        for document in labels or ():
+            check_name(document, "document's label", most=1000)
         self.labels = list(dict.fromkeys(labels or ()))
-        cut = not varying_rope(self.like.attachment.config)  # otherwise RoPE frequencies may depend on the length
+        cut = not varying_rope(self._like.attachment.config)  # otherwise RoPE frequencies may depend on the length
         by_ids: dict[tuple[int, ...], _Passage] = {}
         for number, prompt in enumerate(prompts):
             ids = prompt[: whole_tokens(len(prompt))] if cut and len(prompt) >= HASH_TOKENS else prompt
             passage = by_ids.setdefault(tuple(ids.tolist()), _Passage(ids, len(prompt)))
             passage.labels |= dict.fromkeys(labels[number : number + 1] if labels else ())
         self.passages = [passage for passage in by_ids.values() if passage.tokens]
-
-    @property
-    def stored(self) -> list[_Passage]:
+        self.storable = [passage for passage in self.passages if passage.stored_tokens]
         """Passages that are long enough to be stored."""
-        return [passage for passage in self.passages if passage.stored_tokens]
 
-    def find(self) -> None:
-        """Look up which passages are stored."""
-        passages = self.stored
-        for passage, row in zip(passages, self.like.find([passage.ids for passage in passages]), strict=True):
+    def find(self) -> list[_Passage]:
+        """Look up which passages are stored, and return these."""
+        rows = self._like.find([passage.ids for passage in self.storable])
+        for passage, row in zip(self.storable, rows, strict=True):
             passage.row = row
+        return [passage for passage in self.storable if passage.row is not None]
+
+    def compute(self, passages: Iterable[_Passage], bar: tqdm) -> int:
+        """Compute passages that are not stored, and queue them for storing. Return the number of tokens stored."""
+        stored = 0
+        for batch in self._batches([passage for passage in passages if passage.row is None], self._method.lead):
+            cache = self._new_cache(labels=[next(iter(passage.labels), self._label) for passage in batch])
+            cache.compute(torch.stack([passage.ids for passage in batch]))
+            for row, segment in cache.passage.stored().items():
+                if scores := cache.passage.scores.get(row):  # after the segment in the writer's queue
+                    self._storage.writer.later(partial(_keep_scores, self._storage, segment, scores))
+            stored += cache.stats.tokens_stored
+            bar.update(sum(passage.tokens for passage in batch))
+        return stored
+
+    def rank(self, progress: bool) -> None:
+        """Rank stored passages that lack the method's ranking. Parts of a longer segment keep its ranking."""
+        storage, method = self._storage, self._method
+        unranked = [passage for passage in self.storable if self._lacks_ranking(passage)]
+        if not method.ranks_in_context:
+            for passage in unranked:
+                rank_one(storage, method, self._reader(passage))
+            return
+        with bar_over(sum(passage.stored_tokens for passage in unranked), progress and bool(unranked), "rank") as bar:
+            for batch in self._batches(unranked, method.ranking_lead_tokens):
+                cache = self._new_cache(ranking_lead=method.ranking_lead_tokens)
+                cache.compute(torch.stack([passage.ids[: passage.stored_tokens] for passage in batch]))
+                for row, passage in enumerate(batch):
+                    if row in cache.passage.computed:
+                        rank_one(storage, method, self._reader(passage), cache.passage.computed.pop(row))
+                bar.update(sum(passage.stored_tokens for passage in batch))
 
     def records(self) -> list[DocumentRecord]:
         """Return the records of the labels, with the passages that are stored for them now."""
-        identity, now = self.like.identify(begins_request=False), time.time()
+        identity, now = self._like.identify(begins_request=False), time.time()
         fingerprint, facts = ("", {}) if isinstance(identity, str) else (identity.fingerprint, identity.facts)
-        made = f"{self.like.method.passages} {self.like.sink}"
+        made = f"{self._method.passages} {self._like.sink}"
         records = []
         for label in self.labels:
             passages = [passage for passage in self.passages if label in passage.labels and passage.row is not None]
@@ -167,6 +201,28 @@ class _Call:
             tokens = sum(passage.stored_tokens for passage in passages)
             records.append(DocumentRecord(label, fingerprint, made, names, tokens, now, now, model=dict(facts)))
         return records
+
+    def _reader(self, passage: _Passage) -> SegmentReader | None:
+        return None if passage.row is None else self._storage.disk.found(passage.row)
+
+    def _lacks_ranking(self, passage: _Passage) -> bool:
+        method, reader = self._method, self._reader(passage)
+        if not method.ranked_by or reader is None or reader.shape.tokens != passage.stored_tokens:
+            return False
+        is_rankable = reader.shape.layout.position_independent or not method.ranks_in_context
+        return is_rankable and method.ranked_by not in self._storage.rankings.of(reader)
+
+    def _batches(self, passages: Iterable[_Passage], lead: int) -> Iterator[list[_Passage]]:
+        """Yield batches of passages of equal length, longest first, so that none needs padding.
+
+        The `lead` tokens before each passage count. One passage may have more tokens than the maximum.
+        """
+        by_length: dict[int, list[_Passage]] = {}
+        for passage in passages:
+            by_length.setdefault(len(passage.ids), []).append(passage)
+        for length, equal in sorted(by_length.items(), reverse=True):
+            rows = max(1, self._batch_tokens // max(1, lead + length))
+            yield from (equal[first : first + rows] for first in range(0, len(equal), rows))
 
 
 def precompute_passages(
@@ -183,98 +239,34 @@ def precompute_passages(
     batch_tokens: int = BATCH_TOKENS,
 ) -> PrecomputeReport:
     """See `KVStore.precompute(passages=True)`."""
-    reuse_method = passages_method(method)
-    call = _Call(PassageCache(model, storage, reuse_method, tag), input_ids, labels)
-    call.find()
-    stored_before = [passage for passage in call.stored if passage.row is not None]
+    new_cache = partial(PassageCache, model, storage, passages_method(method), tag)
+    call = _Call(storage, new_cache, input_ids, label, labels, batch_tokens)
+    stored_before = call.find()
     report = PrecomputeReport(
         len(call.passages),
         tokens=sum(passage.tokens for passage in call.passages),
         restored=sum(passage.stored_tokens for passage in stored_before),
-        too_short=len(call.passages) - len(call.stored),
+        too_short=len(call.passages) - len(call.storable),
     )
     if report.too_short:
         logger.warning(
             "%d of %d passages have fewer than %d tokens, so they are not stored, but computed in each prompt",
             *(report.too_short, report.prompts, HASH_TOKENS),
         )
-    compute = partial(_compute, storage, model, reuse_method, label=label, tag=tag)
     with bar_over(report.tokens, progress) as bar:
         bar.update(sum(passage.tokens for passage in call.passages if passage.row or not passage.stored_tokens))
-        for batch in _batches([p for p in call.stored if p.row is None], reuse_method.lead, batch_tokens):
-            report = replace(report, stored=report.stored + compute(batch))
-            bar.update(sum(passage.tokens for passage in batch))
+        stored = call.compute(call.storable, bar)
     storage.flush()
-    call.find()
+    found = call.find()
     if pin:
-        storage.disk.pin({passage.row.id for passage in call.stored if passage.row is not None})
-    _rank(storage, model, reuse_method, call.stored, tag, progress, batch_tokens)
-    report = replace(report, removed=enter_documents(storage, call.records()))
+        storage.disk.pin({passage.row.id for passage in found if passage.row is not None})
+    call.rank(progress)
+    removed = enter_documents(storage, call.records())
     if call.labels:  # a found passage may have been deleted with another label in the meantime
         call.find()
-        for batch in _batches([p for p in stored_before if p.row is None], reuse_method.lead, batch_tokens):
-            report = replace(report, stored=report.stored + compute(batch))
+        stored += call.compute(stored_before, bar_over(0, progress=False))
     storage.flush()
-    return report
-
-
-def _compute(
-    storage: Storage, model: nn.Module, method: Passages, batch: Sequence[_Passage], *, label: str, tag: str
-) -> int:
-    """Compute passages of one length, and queue them for storing. Return the number of tokens stored."""
-    labels = [next(iter(passage.labels), label) for passage in batch]
-    cache = PassageCache(model, storage, method, tag, labels=labels)
-    cache.compute(torch.stack([passage.ids for passage in batch]))
-    for row, segment in cache.passage.stored().items():
-        if scores := cache.passage.scores.get(row):  # after the segment in the writer's queue
-            storage.writer.later(partial(_keep_scores, storage, segment, scores))
-    return cache.stats.tokens_stored
-
-
-def _rank(
-    storage: Storage,
-    model: nn.Module,
-    method: Passages,
-    passages: Sequence[_Passage],
-    tag: str,
-    progress: bool,
-    batch_tokens: int,
-) -> None:
-    """Rank stored passages that lack the method's ranking. Parts of a longer segment keep its ranking."""
-    unranked = [passage for passage in passages if _lacks_ranking(storage, method, passage)]
-    if not method.ranks_in_context:
-        for passage in unranked:
-            rank_one(storage, method, passage.reader(storage))
-        return
-    with bar_over(sum(passage.stored_tokens for passage in unranked), progress and bool(unranked), "rank") as bar:
-        for batch in _batches(unranked, method.ranking_lead_tokens, batch_tokens):
-            cache = PassageCache(model, storage, method, tag, ranking_lead=method.ranking_lead_tokens)
-            cache.compute(torch.stack([passage.ids[: passage.stored_tokens] for passage in batch]))
-            for row, passage in enumerate(batch):
-                if row in cache.passage.computed:
-                    rank_one(storage, method, passage.reader(storage), cache.passage.computed.pop(row))
-            bar.update(sum(passage.stored_tokens for passage in batch))
-
-
-def _lacks_ranking(storage: Storage, method: Passages, passage: _Passage) -> bool:
-    reader = passage.reader(storage)
-    if not method.ranked_by or reader is None or reader.shape.tokens != passage.stored_tokens:
-        return False
-    is_rankable = reader.shape.layout.position_independent or not method.ranks_in_context
-    return is_rankable and method.ranked_by not in storage.rankings.of(reader)
-
-
-def _batches(passages: Iterable[_Passage], lead: int, max_tokens: int) -> Iterator[list[_Passage]]:
-    """Yield batches of passages of equal length, longest first, so that none needs padding.
-
-    A batch has at most `max_tokens` tokens, the `lead` ones before each passage included, unless one passage has more.
-    """
-    by_length: dict[int, list[_Passage]] = {}
-    for passage in passages:
-        by_length.setdefault(len(passage.ids), []).append(passage)
-    for length, equal in sorted(by_length.items(), reverse=True):
-        rows = max(1, max_tokens // max(1, lead + length))
-        yield from (equal[first : first + rows] for first in range(0, len(equal), rows))
+    return replace(report, stored=stored, removed=removed)
 
 
 def _keep_scores(storage: Storage, segment_id: str, scores: RankingScores) -> None:
