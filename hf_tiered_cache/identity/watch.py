@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache, partial
 from itertools import chain
-from operator import attrgetter, is_
+from operator import is_
 from types import CellType, FunctionType, MappingProxyType
 from typing import Any
 
@@ -23,8 +23,6 @@ HARMLESS_MODES: tuple[type, ...] = (
     getattr(flop_counter, "_FlopCounterMode", flop_counter.FlopCounterMode),
 )
 """PyTorch modes that only set the device of new tensors or count operations."""
-_code, _defaults, _keywords = map(attrgetter, ("__code__", "__defaults__", "__kwdefaults__"))
-_state = attrgetter("__dict__")
 _members: Any = MappingProxyType.get
 Places = dict[tuple[int, Any], tuple[dict[Any, Any], Any]]
 """Items of dictionaries: (id of the dictionary, key) -> (the dictionary, the value when it was described)."""
@@ -47,8 +45,6 @@ class Watch:
         self._items: dict[tuple[int, Any], tuple[dict[Any, Any], Any, Any]] = {}
         self._class_members: dict[tuple[type, str], tuple[Mapping[str, Any], str, Any]] = {}
         self._objects: dict[int, Any] = {}
-        self._states: dict[int, Any] = {}
-        self._functions: dict[int, FunctionType] = {}
         self._cells: dict[int, CellType] = {}
         self._slots: dict[tuple[int, str], tuple[Any, str, Any]] = {}
         self._sized: dict[int, Any] = {}
@@ -78,19 +74,20 @@ class Watch:
 
     def state_of(self, value: Any) -> None:
         """Watch the identity and size of the `__dict__` of an object."""
-        self._states[id(value)] = value
+        self.slot(value, "__dict__")
         self.size(value.__dict__)
 
     def function(self, function: FunctionType) -> None:
         """Watch the code and the defaults of a function."""
-        self._functions[id(function)] = function
+        for name in ("__code__", "__defaults__", "__kwdefaults__"):
+            self.slot(function, name)
 
     def cell(self, cell: CellType) -> None:
         """Watch the content of a closure cell."""
         self._cells[id(cell)] = cell
 
     def slot(self, value: Any, name: str) -> None:
-        """Watch the attribute of an object in one of its `__slots__`."""
+        """Watch an attribute of an object that is not in its `__dict__`, such as one in its `__slots__`."""
         self._slots.setdefault((id(value), name), (value, name, getattr(value, name)))
 
     def size(self, container: Any) -> None:
@@ -110,18 +107,16 @@ class Watch:
         """Record the objects in all places, which `holds` compares with later ones."""
         keyed = [list(places.values()) for places in (self._items, self._class_members, self._slots)]
         self._keyed = [([holder for holder, _, _ in places], [key for _, key, _ in places]) for places in keyed]
-        self._plain = [list(group.values()) for group in (self._objects, self._states, self._functions)]
-        self._cell_list, self._sized_list = list(self._cells.values()), list(self._sized.values())
+        self._object_list, self._cell_list = list(self._objects.values()), list(self._cells.values())
+        self._sized_list = list(self._sized.values())
         self._container_list = list(filter(len, self._containers.values()))  # for empty ones the size is sufficient
         self._sizes = list(map(len, self._sized_list))
         self._values = [[value for *_, value in places] for places in keyed] + list(map(list, self._without_key()))
 
     def _without_key(self) -> tuple[Iterator[Any], ...]:
         """Return the current objects of each kind of place that has no key."""
-        objects, states, functions = self._plain
         return (
-            *(map(type, objects), map(_state, states)),
-            *(map(attribute, functions) for attribute in (_code, _defaults, _keywords)),
+            map(type, self._object_list),
             chain.from_iterable(self._container_list),
             chain.from_iterable((*kind.__iter__(value), _EMPTY) for value, kind in self._odd_containers.values()),
             _cell_contents(self._cell_list),
