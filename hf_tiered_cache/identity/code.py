@@ -311,14 +311,11 @@ class CodeDescription(Description):
             return
         if name in ENVIRONMENT and (value is os.environ or value is os.getenv):  # see `_add_variables`
             return
-        if (
-            name in DRAWING
-            and origin == USER
-            and any(value is getattr(home, name, None) for home in (torch, functional))
-        ):
-            return  # see `_describe_function`
-        opaque = origin != USER and _is_opaque(value, type(value))
-        if opaque and self._statics.setdefault((id(namespace), name), (namespace, value))[1] is not value:
+        is_drawing = name in DRAWING and any(value is getattr(home, name, None) for home in (torch, functional))
+        if is_drawing and origin == USER:  # see `_describe_function`
+            return
+        is_opaque = origin != USER and _is_opaque(value)
+        if is_opaque and self._statics.setdefault((id(namespace), name), (namespace, value))[1] is not value:
             self.problem = self.problem or f"the global {name} of {namespace.get('__name__')}, which was replaced,"
         self._refer(f"{location}, global {name}", value, origin)
 
@@ -359,7 +356,7 @@ class CodeDescription(Description):
             self._add_settings(value)
         elif self._origin == INSTALLED and kind in SEQUENCES and all(type(item) in PLAIN for item in value):
             self.add(location, value)
-        elif _is_opaque(value, kind):
+        elif _is_opaque(value):
             self.words.append(f"some {kind.__qualname__}")
             if not isinstance(value, INERT):
                 self._add_settings(getattr(value, "__dict__", {}))
@@ -447,8 +444,9 @@ def _bind_operators(module: types.ModuleType, names: frozenset[str]) -> None:
             getattr(getattr(torch.ops, namespace), name, None)
 
 
-def _is_opaque(value: Any, kind: type) -> bool:
+def _is_opaque(value: Any) -> bool:
     """Return whether an object belongs to a package and is neither code nor plain data."""
+    kind = type(value)
     if kind in PLAIN or isinstance(value, _DESCRIBED):
         return False
     return not (kind.__flags__ & HEAP_TYPE) or origin_of_class(kind) != USER

@@ -17,8 +17,9 @@ import types
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -50,10 +51,15 @@ HEAP_TYPE = 1 << 9
 """Flag of classes that are created at runtime (`Py_TPFLAGS_HEAPTYPE`), such as all classes in Python code."""
 INERT = (logging.Logger, torch.utils.hooks.RemovableHandle)
 """Types with instances that do not affect computation, except for the levels of loggers (see `CodeDescription`)."""
-_NATIVE_METHOD = type(vars(torch._C._SDPBackend)["__eq__"])
-"""Type of the methods of classes that pybind11 makes."""
-_NUMPY_FUNCTION: Any = type(np.concatenate)
-"""Type of NumPy's functions that other types of arrays can override."""
+_WRAPPERS: dict[type, tuple[str, Callable[[Any], Iterable[Any]]]] = {
+    types.MethodType: ("method", attrgetter("__func__", "__self__")),
+    type(vars(torch._C._SDPBackend)["__eq__"]): ("native method", lambda method: [method.__func__]),  # of pybind11
+    type(np.concatenate): ("numpy function", lambda function: [function._implementation]),
+    slice: ("slice", attrgetter("start", "stop", "step")),
+    types.MappingProxyType: ("mappingproxy", lambda proxy: gc.get_referents(proxy)[:1]),
+    weakref.ref: ("weakref", lambda reference: [reference()]),
+}
+"""Types of objects that only hold others: their word, and a function that returns the others."""
 _TENSOR_MARKS = frozenset({"_is_hf_initialized", "_is_param", "_is_buffer", "persistent"})
 """Attributes that torch and transformers set on tensors without effect on results, besides those of `torch.compile`."""
 _MOST_PARTS = 200_000
@@ -114,10 +120,10 @@ class Description(ABC):
             self.words.append(repr(value))
         elif value is sys.stdout or value is sys.stderr:
             self.words.append("output")
-        elif isinstance(value, np.dtype) or (isinstance(value, np.generic) and not kind.__flags__ & HEAP_TYPE):
-            self.words.append(
-                f"{value.dtype.str} {value.tobytes().hex()}" if isinstance(value, np.generic) else str(value)
-            )
+        elif isinstance(value, np.dtype):
+            self.words.append(str(value))
+        elif isinstance(value, np.generic) and not kind.__flags__ & HEAP_TYPE:
+            self.words.append(f"{value.dtype.str} {value.tobytes().hex()}")
         elif kind in SEQUENCES or kind in _MAPPINGS:
             self._add_container(location, value, kind)
         elif self.number(value):
@@ -157,19 +163,18 @@ class Description(ABC):
 
     def _add_object(self, location: str, value: Any, kind: type) -> None:
         """Describe an object of a built-in type; one of a subclass, which may add state and code, as an instance."""
-        if kind is types.MethodType:
-            self.words.append("method")
-            self.add(location, value.__func__)
-            self.add(location, value.__self__)
-        elif kind is _NATIVE_METHOD:
-            self.words.append("native method")
-            self.add(location, value.__func__)
-        elif kind is functools.partial:
-            self.words.append("partial")
+        if kind in _WRAPPERS:
+            word, content = _WRAPPERS[kind]
+            self.words.append(word)
+            for part in content(value):
+                self.add(location, part)
+        elif kind in PARTS:
+            self.words.append(kind.__name__)
             for name in PARTS[kind]:
                 self.watch.slot(value, name)
                 self.add(location, getattr(value, name))
-            self._add_state(location, value, value.__dict__)
+            if kind is functools.partial:
+                self._add_state(location, value, value.__dict__)
         elif isinstance(value, BUILTIN):
             owner: Any = getattr(value, "__objclass__", None) or getattr(value, "__module__", None)
             self.words.append(f"builtin {getattr(owner, '__name__', owner)}.{value.__qualname__}")
@@ -184,29 +189,11 @@ class Description(ABC):
                 self.add(location, bound)
         elif kind is np.ufunc and value == getattr(np, value.__name__, None):
             self.words.append(f"ufunc {value.__name__}")
-        elif kind is _NUMPY_FUNCTION:
-            self.words.append("numpy function")
-            self.add(location, value._implementation)
-        elif kind is slice:
-            self.words.append("slice")
-            for part in (value.start, value.stop, value.step):
-                self.add(location, part)
-        elif kind is types.MappingProxyType:
-            self.words.append("mappingproxy")
-            self.add(location, gc.get_referents(value)[0])
-        elif kind in PARTS:
-            self.words.append(kind.__name__)
-            for name in PARTS[kind]:
-                self.watch.slot(value, name)
-                self.add(location, getattr(value, name))
         elif kind is functools._lru_cache_wrapper:
             self.words.append("lru_cache")
             self.caches.append(value)
             self._add_items(location, cached_functions(value), list)
             self._add_state(location, value, value.__dict__, frozenset({"__wrapped__"}))
-        elif kind is weakref.ref:
-            self.words.append("weakref")
-            self.add(location, value())
         elif kind is types.SimpleNamespace:
             self.words.append("namespace")
             self._add_state(location, value, vars(value))

@@ -177,7 +177,7 @@ class Fingerprinter:
 
     def rows_have_adapters(self) -> bool:
         """Return whether the current pass selects adapters by row."""
-        return bool(self._tuned) and rows_have_adapters(self._tuned)
+        return rows_have_adapters(self._tuned)
 
     def _forget_changes(self) -> None:
         self._changes: list[tuple[bool, Places]] = []  # of consecutive looks, with `begins_request`

@@ -329,7 +329,7 @@ class ModelDescription(CodeDescription):
         function = registry.get(name) if isinstance(name, str) else None
         if isinstance(function, Replacement):
             function = function.original
-        if function is not None and not _is_trusted(function):
+        if function is not None and home_of(function) not in TRUSTED:
             self.problem = self.problem or f"the {group} function {name!r}"
         return function
 
@@ -374,7 +374,7 @@ class ModelDescription(CodeDescription):
                 method = module.__dict__.get("_old_forward")
             elif _is_own(method, module, name) or (type(module) is OptimizedModule and _runs_inner(method, module)):
                 return
-            elif _is_trusted(method) and home_of(method) != "accelerate":
+            elif home_of(method) in TRUSTED - {"accelerate"}:
                 self.add(f"the replaced {name} of {location}", method)
                 return
             else:
@@ -475,10 +475,6 @@ def _is_accelerates(method: Any, module: nn.Module) -> bool:
     if not isinstance(method, functools.partial) or method.args != (module,) or method.keywords:
         return False
     return isinstance(method.func, types.FunctionType) and origin_of(method.func) == "accelerate"
-
-
-def _is_trusted(function: Any) -> bool:
-    return home_of(function) in TRUSTED
 
 
 def _flat(saved: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
