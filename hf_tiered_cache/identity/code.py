@@ -36,8 +36,7 @@ from .description import (
     Undescribable,
     functions_of,
 )
-from .ignored import CONSTRUCTORS, NO_MEMBER, NOT_CONSTRUCTED, is_special, uncalled
-from .library import DRAWING, impure_part
+from .names import CONSTRUCTORS, DRAWING, NO_MEMBER, NOT_CONSTRUCTED, impure_part, is_special, uncalled
 from .origin import (
     ENVIRONMENT,
     INSTALLED,

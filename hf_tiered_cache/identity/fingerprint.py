@@ -18,8 +18,8 @@ from ..patches.attach import Attachment
 from ..store.threads import RepairGuard, fork_lock
 from .code import CodeDescription, Statics
 from .description import PLAIN, Undescribable, cached_functions
-from .ignored import IRRELEVANT
 from .model import ModelDescription, unpaged
+from .names import IRRELEVANT
 from .origin import USER, origin_of
 from .watch import (
     Places,

@@ -30,7 +30,7 @@ from ..patches.layers import offloaded
 from ..patches.replacement import ADDED, Replacement
 from .code import LEAF, NOTHING, CodeDescription, Statics
 from .description import PLAIN, Undescribable
-from .ignored import ADAPTER_STATE, IRRELEVANT, UNRELATED
+from .names import ADAPTER_STATE, IRRELEVANT, UNRELATED
 from .origin import PYTHON, TRUSTED, USER, compiled_from, home_of, origin_of, origin_of_class
 from .watch import (
     Places,
