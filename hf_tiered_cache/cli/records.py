@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -35,27 +35,37 @@ if TYPE_CHECKING:
     from ..cache.storage import Storage
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """Records that a command lists, shows and deletes. Their cells in tables are given by heading."""
+class _Command(ABC):
+    """Command that lists, shows and deletes records of one kind. Cells in tables are given by heading."""
 
     noun: str
     argument: str
     """Field with the name that the user gave to a record; in capitals, the argument of the command."""
-    is_unique: bool
+    is_unique = True
     """True if there is only one record of a name."""
     records: type[Conversations] | type[Documents]
-    cells: Callable[[Any], dict[str, str]]
-    """Returns what is special to a record of this kind. The list leaves out the provenance."""
     last: tuple[str, str, Callable[[float], str]]
     """Heading and field of the last time of a record, and how its details show this time."""
-    notes: Callable[[Any], list[str]]
-    total: Callable[[list[Any]], list[str]]
-    """Returns what all records count together, in addition to tokens."""
-    segment: Callable[[SegmentRow | None], dict[str, str]]
-    """Returns the cells of one of a record's segments; None: the segment is no longer stored."""
-    removal: Callable[[], tuple[Callable[[Storage, list[str]], list[SegmentRow]], Callable[..., object]]]
-    """Returns two functions: of the segments that are deleted with the records of these names, and to delete both."""
+
+    @abstractmethod
+    def cells(self, info: Any) -> dict[str, str]:
+        """Return what is special to a record of this kind. The list leaves out the provenance."""
+
+    @abstractmethod
+    def notes(self, info: Any) -> list[str]:
+        """Return notes on a record."""
+
+    def total(self, infos: list[Any]) -> list[str]:
+        """Return what all records count together, besides tokens."""
+        return [count(len(infos), self.noun)]
+
+    @abstractmethod
+    def segment(self, row: SegmentRow | None) -> dict[str, str]:
+        """Return the cells of one of a record's segments; None: the segment is no longer stored."""
+
+    @abstractmethod
+    def removal(self) -> tuple[Callable[[Storage, list[str]], list[SegmentRow]], Callable[..., object]]:
+        """Return two functions of the names of records: the segments to delete with them, and deleting both."""
 
     def run(self, store: Path, action: str, names: list[str] | None, dry_run: bool, as_json: bool) -> None:
         """Run the command."""
@@ -107,7 +117,7 @@ class _Kind:
             table.show()
             print()
         tokens = f"{sum(info.tokens_there for info in infos):,} tokens"
-        print(f"total: {', '.join([count(len(infos), self.noun), *self.total(infos), tokens])}")
+        print(f"total: {', '.join([*self.total(infos), tokens])}")
 
     def _show(self, info: Any, rows: list[SegmentRow]) -> None:
         table = facts()
@@ -153,47 +163,31 @@ _Ids = Annotated[list[str] | None, typer.Argument(metavar="ID", help="Ids of con
 _Labels = Annotated[list[str] | None, typer.Argument(metavar="LABEL", help="Labels of documents, in full.")]
 
 
-# --- conversations
+class _Conversations(_Command):
+    noun, argument, records, last = "conversation", "id", Conversations, ("last used", "used", ago)
 
+    def cells(self, info: ConversationInfo) -> dict[str, str]:
+        method, provenance = printable(info.method), printable(info.provenance)
+        return {"method": method, "provenance": provenance, "turns": f"{info.turns:,}"}
 
-def _notes_of_conversation(info: ConversationInfo) -> list[str]:
-    """Return notes, such as "in use by process 4711" and "evicted: 64 of 960 tokens left"."""
-    notes = []
-    if info.in_use_by is not None:
-        notes.append(f"in use by process {info.in_use_by}" if info.in_use_by else "in use")
-    if info.tokens_there < info.tokens:
-        notes.append(f"evicted: {info.tokens_there:,} of {info.tokens:,} tokens left")
-    return notes
+    def notes(self, info: ConversationInfo) -> list[str]:
+        """Return notes such as "in use by process 4711" and "evicted: 64 of 960 tokens left"."""
+        notes = []
+        if info.in_use_by is not None:
+            notes.append(f"in use by process {info.in_use_by}" if info.in_use_by else "in use")
+        if info.tokens_there < info.tokens:
+            notes.append(f"evicted: {info.tokens_there:,} of {info.tokens:,} tokens left")
+        return notes
 
+    def segment(self, row: SegmentRow | None) -> dict[str, str]:
+        if row is None:
+            return dict.fromkeys(("tokens", "from", "size"), "") | {"notes": "evicted"}
+        return {"tokens": f"{row.tokens:,}", "from": f"{row.position:,}", "size": format_bytes(row.nbytes), "notes": ""}
 
-def _segment_of_conversation(row: SegmentRow | None) -> dict[str, str]:
-    if row is None:
-        return dict.fromkeys(("tokens", "from", "size"), "") | {"notes": "evicted"}
-    return {"tokens": f"{row.tokens:,}", "from": f"{row.position:,}", "size": format_bytes(row.nbytes), "notes": ""}
+    def removal(self) -> Any:
+        from ..cache.conversation import remove_conversations, segments_of_conversations
 
-
-def _removal_of_conversations() -> Any:
-    from ..cache.conversation import remove_conversations, segments_of_conversations
-
-    return segments_of_conversations, remove_conversations
-
-
-_CONVERSATIONS = _Kind(
-    noun="conversation",
-    argument="id",
-    is_unique=True,
-    records=Conversations,
-    cells=lambda info: {
-        "method": printable(info.method),
-        "provenance": printable(info.provenance),
-        "turns": f"{info.turns:,}",
-    },
-    last=("last used", "used", ago),
-    notes=_notes_of_conversation,
-    total=lambda infos: [],
-    segment=_segment_of_conversation,
-    removal=_removal_of_conversations,
-)
+        return segments_of_conversations, remove_conversations
 
 
 def conversations(
@@ -204,49 +198,40 @@ def conversations(
     TieredCache(model, store, conversation=ID) continues a conversation. `rm` deletes a conversation and the segments
     that no other conversation uses, except pinned ones. Conversations in use are not deleted.
     """
-    _CONVERSATIONS.run(store, action, ids, dry_run, as_json)
+    _Conversations().run(store, action, ids, dry_run, as_json)
 
 
-# --- documents
+class _Documents(_Command):
+    noun, argument, records, last = "document", "label", Documents, ("changed", "changed", date)
+    is_unique = False
 
+    def cells(self, info: DocumentInfo) -> dict[str, str]:
+        return {"provenance": printable(info.made), "passages": f"{info.passages:,}"}
 
-def _notes_of_document(info: DocumentInfo) -> list[str]:
-    """Return notes, such as "evicted: 1 of 3 passages" and "1 shared with another label"."""
-    notes = []
-    if info.evicted:
-        notes.append(f"evicted: {info.evicted:,} of {count(info.passages, 'passage')}")
-    elif info.tokens_there < info.tokens:
-        notes.append(f"damaged or expired: {info.tokens_there:,} of {info.tokens:,} tokens left")
-    if info.shared:
-        notes.append(f"{info.shared:,} shared with another label")
-    return notes
+    def notes(self, info: DocumentInfo) -> list[str]:
+        """Return notes such as "evicted: 1 of 3 passages" and "1 shared with another label"."""
+        notes = []
+        if info.evicted:
+            notes.append(f"evicted: {info.evicted:,} of {count(info.passages, 'passage')}")
+        elif info.tokens_there < info.tokens:
+            notes.append(f"damaged or expired: {info.tokens_there:,} of {info.tokens:,} tokens left")
+        if info.shared:
+            notes.append(f"{info.shared:,} shared with another label")
+        return notes
 
+    def total(self, infos: list[DocumentInfo]) -> list[str]:
+        return [*super().total(infos), count(sum(info.passages for info in infos), "passage")]
 
-def _segment_of_document(row: SegmentRow | None) -> dict[str, str]:
-    if row is None:
-        return dict.fromkeys(("tokens", "size", "last used", "uses"), "")
-    sizes = {"tokens": f"{row.tokens:,}", "size": format_bytes(row.nbytes)}
-    return sizes | {"last used": ago(row.used), "uses": f"{row.uses:,}"}
+    def segment(self, row: SegmentRow | None) -> dict[str, str]:
+        if row is None:
+            return dict.fromkeys(("tokens", "size", "last used", "uses"), "")
+        sizes = {"tokens": f"{row.tokens:,}", "size": format_bytes(row.nbytes)}
+        return sizes | {"last used": ago(row.used), "uses": f"{row.uses:,}"}
 
+    def removal(self) -> Any:
+        from ..operations.documents import remove_documents, segments_of_documents
 
-def _removal_of_documents() -> Any:
-    from ..operations.documents import remove_documents, segments_of_documents
-
-    return segments_of_documents, remove_documents
-
-
-_DOCUMENTS = _Kind(
-    noun="document",
-    argument="label",
-    is_unique=False,
-    records=Documents,
-    cells=lambda info: {"provenance": printable(info.made), "passages": f"{info.passages:,}"},
-    last=("changed", "changed", date),
-    notes=_notes_of_document,
-    total=lambda infos: [count(sum(info.passages for info in infos), "passage")],
-    segment=_segment_of_document,
-    removal=_removal_of_documents,
-)
+        return segments_of_documents, remove_documents
 
 
 def documents(
@@ -258,4 +243,4 @@ def documents(
     one label. `rm` deletes it, including the passages that no other label uses. To replace a document, precompute its
     new passages under the same label.
     """
-    _DOCUMENTS.run(store, action, labels, dry_run, as_json)
+    _Documents().run(store, action, labels, dry_run, as_json)
