@@ -10,7 +10,6 @@ import os
 import sys
 import types
 import weakref
-from collections import deque
 from contextlib import suppress
 from importlib.util import resolve_name
 from typing import Any
@@ -96,7 +95,6 @@ class CodeDescription(Description):
     def __init__(self, watch: Watch | None = None, statics: Statics | None = None) -> None:
         super().__init__(watch)
         self._statics: Statics = {} if statics is None else statics
-        self._later: deque[tuple[str, types.FunctionType | type, int, str]] = deque()
         self._members: dict[type, set[str]] = {}
         self._with_special: set[type] = set()  # classes with described special methods
         self._globals: set[tuple[int, str, bool]] = set()  # globals described so far
@@ -107,11 +105,8 @@ class CodeDescription(Description):
         self._names: set[str] = set()  # names that user code or another installed package refers to
         self._called: set[str] = set()  # names that any described code refers to, or described texts
         self._user_classes: dict[type, str] = {}  # classes with members in user code, with their locations
-        self._held_modules: dict[int, tuple[str, types.ModuleType]] = {}  # Python modules that objects hold
         self._loggers: dict[int, logging.Logger] = {}  # that user code refers to
         self._ignored: list[tuple[str, dict[str, Any], str, set[str]]] = []  # attributes that no code is known to read
-        self._depth = 0  # depth of calls within foreign packages
-        self._origin = USER  # of the code that refers to what is being described
 
     def _add_value(self, location: str, value: Any) -> None:
         if type(value) is str:
@@ -126,20 +121,14 @@ class CodeDescription(Description):
             self._loggers[id(value)] = value
         super()._add_value(location, value)
 
-    def add_code(self, location: str, value: types.FunctionType | type) -> None:
-        """Queue a function or class, which `finish` describes."""
-        self._later.append((location, value, self._depth, self._origin))
-
-    def add_namespace(self, location: str, module: types.ModuleType) -> None:
-        """Queue a Python module that an object holds; `finish` describes the members that user code may refer to."""
-        self._held_modules[id(module)] = location, module
-
     def ignore(self, location: str, state: dict[str, Any], name: str, by_any_code: bool = False) -> None:
         """Leave out an attribute, unless code that is not trusted, or any code, refers to its name (see `finish`)."""
         self._ignored.append((location, state, name, self._called if by_any_code else self._names))
 
     def finish(self) -> None:
-        """Describe the queued functions, classes and modules. Call this after all values are added.
+        """Describe the queued functions and classes, and the members of held modules that user code may refer to.
+
+        Call this after all values are added.
 
         Raises:
             Undescribable: There is a problem.
@@ -221,9 +210,8 @@ class CodeDescription(Description):
             self._refer(f"{location} ({name})", content, origin if is_cache else holder)
         if origin in ("torch", INSTALLED) and not (function.__name__ == "forward" and origin == "torch"):
             self._depth += 1  # `forward` of a torch module only passes on what it holds
-        elif origin == USER:
-            self._depth = 0
         if origin == USER:
+            self._depth = 0
             refs = references(code)
             self._names |= refs.members
             self._called |= refs.members
@@ -282,8 +270,7 @@ class CodeDescription(Description):
     def _add_modules(self, location: str, modules: list[types.ModuleType], names: frozenset[str], origin: str) -> None:
         """Describe the members among `names` of Python modules and their submodules."""
         visited: set[int] = set()
-        while modules:
-            module = modules.pop(0)
+        for module in modules:  # grows in the loop
             if id(module) in visited:
                 continue
             visited.add(id(module))

@@ -84,6 +84,10 @@ class Description(ABC):
         self._seen: dict[int, tuple[int, Any]] = {}
         self._open_containers: set[int] = set()  # containers that are being described
         self._parts = 0
+        self._later: deque[tuple[str, types.FunctionType | type, int, str]] = deque()  # code that `finish` describes
+        self._held_modules: dict[int, tuple[str, types.ModuleType]] = {}  # Python modules that objects hold
+        self._depth = 0  # depth of calls within foreign packages
+        self._origin = USER  # of the code that refers to what is being described
 
     # --- values
 
@@ -154,10 +158,10 @@ class Description(ABC):
             self.add_config(location, value)
         elif isinstance(value, (type, types.FunctionType)):
             self.words.append(f"{type(value).__name__} {value.__qualname__}")
-            self.add_code(location, value)
+            self._later.append((location, value, self._depth, self._origin))
         elif isinstance(value, types.ModuleType):
             self.words.append(f"module {value.__name__}")
-            self.add_namespace(location, value)
+            self._held_modules[id(value)] = location, value
         else:
             self._add_object(location, value, kind)
 
@@ -306,19 +310,11 @@ class Description(ABC):
             raise Undescribable(f"{location}, an array of {array.dtype},") from error
         self.words.append(f"array {array.dtype.str} {array.shape} {array.strides}")
 
-    # --- code, Python modules, PyTorch modules and configurations: see `CodeDescription` and `ModelDescription`
-
-    @abstractmethod
-    def add_code(self, location: str, value: types.FunctionType | type) -> None:
-        """Describe a function or a class."""
+    # --- classes, PyTorch modules and configurations: see `CodeDescription` and `ModelDescription`
 
     @abstractmethod
     def add_members(self, location: str, kind: type, names: frozenset[str]) -> None:
         """Describe members of a class."""
-
-    @abstractmethod
-    def add_namespace(self, location: str, module: types.ModuleType) -> None:
-        """Describe a Python module that an object holds."""
 
     def add_module(self, location: str, module: nn.Module) -> None:
         """Reject a PyTorch module. Only `ModelDescription` describes modules."""
