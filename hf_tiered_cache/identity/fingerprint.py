@@ -79,29 +79,29 @@ class CacheCheck:
 
     def __init__(self, statics: Statics) -> None:
         self._statics = statics
-        self._inputs: dict[int, tuple[Any, list[Any], CodeDescription]] = {}
-        self._outdated: dict[int, tuple[Any, int]] = {}
+        self._inputs: dict[Any, tuple[list[Any], CodeDescription]] = {}
+        self._outdated: dict[Any, int] = {}
 
     def update(self, caches: Iterable[Any]) -> None:
         """Compare what each cache computes with to the last call. A change outdates what the cache holds."""
-        for cache in {id(cache): cache for cache in caches}.values():
+        for cache in dict.fromkeys(caches):
             if all(origin_of(function) != USER for function in cached_functions(cache)):
                 continue
             description = CodeDescription(statics=self._statics)
             inputs = _inputs_of(cache, description)
-            _, inputs_before, _ = self._inputs.get(id(cache), (cache, inputs, description))
+            inputs_before, _ = self._inputs.get(cache, (inputs, description))
             info = cache.cache_info()
             if inputs != inputs_before and info.currsize:
-                self._outdated[id(cache)] = cache, info.misses
-            self._inputs[id(cache)] = cache, inputs, description  # keeps the inputs, so that their ids stay unique
+                self._outdated[cache] = info.misses
+            self._inputs[cache] = inputs, description  # keeps the inputs, so that their ids stay unique
 
     def problem(self) -> str:
         """Name a cache that holds outdated results, or return "". `cache_clear` removes them."""
-        for cache, misses in list(self._outdated.values()):
+        for cache, misses in list(self._outdated.items()):
             info = cache.cache_info()
             if info.currsize and info.misses >= misses:  # `cache_clear` resets both
                 return f"the cache of {cache.__name__}, filled before something it uses changed (call its cache_clear),"
-            del self._outdated[id(cache)]
+            del self._outdated[cache]
         return ""
 
 
