@@ -128,7 +128,8 @@ VARYING_ROPE = (
     "stores nothing; call generate()"
 )
 
-_EXPECTED = frozenset({NOTHING, SWITCHED_OFF, NOT_RECORDED, APPROXIMATE, SLOWER, OWN_CACHE})
+EXPECTED = frozenset({NOTHING, SWITCHED_OFF, NOT_RECORDED, APPROXIMATE, SLOWER, OWN_CACHE})
+"""Reasons that are part of ordinary use, such as a first prompt, and need no warning."""
 _BYPASSES = {
     "use_cache": (
         "generate() runs without a cache (use_cache=False); remove this setting from the call and the configurations"
@@ -207,8 +208,3 @@ def bypassed(setting: str, value: object = None) -> str:
     if setting == "past_key_values":
         return OWN_CACHE
     return f"{_BYPASSES[setting].format(value=value)} to use the store"
-
-
-def is_expected(reason: str) -> bool:
-    """Return whether a reason is part of ordinary use, such as a first prompt, and needs no warning."""
-    return reason in _EXPECTED

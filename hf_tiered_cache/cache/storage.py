@@ -20,7 +20,7 @@ import numpy as np
 from ..errors import ConfigError, StoreClosedError, StoreError
 from ..passages.finder import PassageIndex, Seeds
 from ..passages.ranking import KeptRankings
-from ..reasons import is_expected
+from ..reasons import EXPECTED
 from ..remote.tier import RemoteTier, Seconds
 from ..restore.hashes import MatchedRun, PassageHasher, PrefixHasher, longest_prefix
 from ..restore.rows import RowGroup
@@ -127,7 +127,7 @@ class Storage:
 
     def warn_of(self, reason: str) -> None:
         """Log a reason as a warning, once, unless it is part of ordinary use."""
-        if reason and not is_expected(reason):
+        if reason and reason not in EXPECTED:
             self.disk.warn(reason, reason)
 
     def note_policy(self, method: Method) -> None:
