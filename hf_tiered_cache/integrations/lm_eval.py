@@ -75,8 +75,7 @@ class HFTieredLM(HFLM):  # type: ignore[misc]
         options = {name: kwargs.pop(name) for name in names & kwargs.keys()}
         self._method: Method = make_method(":".join([method, *(f"{k}={v}" for k, v in options.items())]))
         key_file = key_file or os.environ.get(KEY_FILE_VARIABLE)
-        key_path = Path(key_file) if key_file else None
-        read_key_file(key_path)
+        key = read_key_file(Path(key_file) if key_file else None)
         memory: dict[str, Any] = {} if host_memory is None else {"host_memory": host_memory}
         parse_bytes(host_memory or 0, "host_memory")  # validate before loading the model, which takes long
         if store is None and isinstance(self._method, Passages):
@@ -94,7 +93,7 @@ class HFTieredLM(HFLM):  # type: ignore[misc]
         if store is None:
             self._folder = tempfile.TemporaryDirectory()  # deleted together with this object
             store = self._folder.name
-        self._store = KVStore(store, policy=self._method.policy, key=read_key_file(key_path), **memory)
+        self._store = KVStore(store, policy=self._method.policy, key=key, **memory)
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, override_bs: Any = None
@@ -171,11 +170,7 @@ def run(arguments: list[str]) -> None:
     """
     has_model = any(argument.partition("=")[0] in ("--model", "-M") for argument in arguments)
     is_evaluation = arguments[:1] not in (["ls"], ["validate"])
-    sys.argv = [
-        "lm_eval",
-        *arguments,
-        *(["--model", "hf-tiered"] if is_evaluation and not has_model else []),
-    ]  # for lm_eval
+    sys.argv = ["lm_eval", *arguments, *(["--model", "hf-tiered"] if is_evaluation and not has_model else [])]
     go_offline_without_hub()
     try:
         cli_evaluate()

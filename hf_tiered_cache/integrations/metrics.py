@@ -127,14 +127,14 @@ def _metrics(path: tuple[str, ...], figures: Any) -> Iterator[Metric]:
     for field in fields(figures):
         value, name = getattr(figures, field.name), (*path, field.name)
         if isinstance(value, int | float):
-            yield _metric(figures, field.name, name, {"": value})
+            yield _metric(figures, name, {"": value})
         elif is_dataclass(value):
             yield from _metrics(path if field.name == "details" else name, value)
         elif isinstance(value, Mapping) and field.name == "tiers":
             yield from _by_tier(path, value)
         elif isinstance(value, Mapping) and field.name in _LABELS:
             counts = dict(islice(sorted(value.items()), _MOST_REASONS))
-            yield _metric(figures, field.name, name, counts, _LABELS[field.name])
+            yield _metric(figures, name, counts, _LABELS[field.name])
 
 
 def _by_tier(path: tuple[str, ...], tiers: Mapping[str, Any]) -> Iterator[Metric]:
@@ -143,10 +143,10 @@ def _by_tier(path: tuple[str, ...], tiers: Mapping[str, Any]) -> Iterator[Metric
         values = {tier: getattr(figures, field.name) for tier, figures in tiers.items()}
         known = {tier: value for tier, value in values.items() if value is not None}
         if known and all(isinstance(value, int | float) for value in known.values()):
-            yield _metric(next(iter(tiers.values())), field.name, (*path, "tier", field.name), known, "tier")
+            yield _metric(next(iter(tiers.values())), (*path, "tier", field.name), known, "tier")
 
 
-def _metric(figures: Any, figure: str, path: tuple[str, ...], values: Mapping[str, float], label: str = "") -> Metric:
-    """Return the metric of a figure with its values."""
-    text = f"{figure.replace('_', ' ')} (see {type(figures).__name__})"
-    return Metric(path, text, figure in _CURRENT.get(type(figures), ()), label, values)
+def _metric(figures: Any, path: tuple[str, ...], values: Mapping[str, float], label: str = "") -> Metric:
+    """Return the metric of a figure, the last part of `path`, with its values."""
+    text = f"{path[-1].replace('_', ' ')} (see {type(figures).__name__})"
+    return Metric(path, text, path[-1] in _CURRENT.get(type(figures), ()), label, values)

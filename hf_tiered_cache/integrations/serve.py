@@ -148,11 +148,10 @@ class TieredGenerateManager(GenerateManager):
         """
         limit_request(model, inputs, gen_config)
         inputs = {**inputs, "stopping_criteria": StoppingCriteriaList([self._cancellation])}
-        configs = (gen_config, model.generation_config)
-        implementation = next((config.cache_implementation for config in configs if config.cache_implementation), None)
-        if gen_config.use_cache is False or implementation is not None:
-            option = ("use_cache", False) if implementation is None else ("cache_implementation", implementation)
-            _notices.warn(reasons.bypassed(*option), reasons.bypassed(*option))
+        implementation = gen_config.cache_implementation or model.generation_config.cache_implementation
+        if gen_config.use_cache is False or implementation:
+            reason = reasons.bypassed("cache_implementation" if implementation else "use_cache", implementation)
+            _notices.warn(reason, reason)
             return inputs
         try:
             cache = self._new_cache(model)
