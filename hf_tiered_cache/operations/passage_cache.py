@@ -112,11 +112,8 @@ def _special_tokens(attachment: Attachment) -> torch.Tensor:
     for config in (attachment.config, model.config, getattr(model, "generation_config", None)):
         for name, value in vars(config).items() if config is not None else ():
             if name.endswith(("_token_id", "_token_index")):
-                token_ids.update(
-                    token_id
-                    for token_id in (value if isinstance(value, list) else [value])
-                    if _is_id(attachment, token_id)
-                )
+                values = value if isinstance(value, list) else [value]
+                token_ids.update(token_id for token_id in values if _is_id(attachment, token_id))
     return torch.tensor(sorted(token_ids), dtype=torch.int64)
 
 

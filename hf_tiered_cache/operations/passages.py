@@ -24,7 +24,6 @@ from ..store.format import is_passage
 from ..store.geometry import HASH_TOKENS
 from ..store.records import check_name
 from ..store.segment import SegmentReader
-from ..store.shape import SegmentShape
 from .documents import BATCH_TOKENS, enter_documents
 from .passage_cache import PassageCache, whole_tokens
 from .precompute import PrecomputeReport, as_prompts, bar_over
@@ -83,24 +82,16 @@ def _stored_kv(storage: Storage, reader: SegmentReader) -> Iterator[KV]:
     Raises IntegrityError or OSError if a block cannot be read.
     """
     shape, blocks = reader.shape, dict[int, torch.Tensor]()
-    for layer, kind in enumerate(shape.layout.layers):
-        if kind is None:
-            continue
-        groups = {group.index: group for group in shape.restoring_groups[layer]}
-        blocks = {index: blocks[index] if index in blocks else storage.blocks_of(reader, index) for index in groups}
-        unpack = partial(_heads, shape, layer, blocks)
-        yield unpack("key"), unpack("value")
-
-
-def _heads(shape: SegmentShape, layer: int, blocks: dict[int, torch.Tensor], tensor: str) -> torch.Tensor:
-    """Return keys or values of a layer (`tensor`), `[heads, tokens, dim]`, from the blocks of its groups by index."""
-    parts = [
-        (part.first_head, shape.unpack(blocks[group.index], group, part))
-        for group in shape.restoring_groups[layer]
-        for part in group.parts
-        if (part.layer, part.tensor) == (layer, tensor)
-    ]
-    return torch.cat([heads for _, heads in sorted(parts, key=lambda part: part[0])])
+    for layer, groups in sorted(shape.restoring_groups.items()):
+        indexes = [group.index for group in groups]
+        blocks = {index: blocks[index] if index in blocks else storage.blocks_of(reader, index) for index in indexes}
+        heads: dict[str, dict[int, torch.Tensor]] = {"key": {}, "value": {}}  # by tensor, then by the first head
+        for group in groups:
+            for part in group.parts:
+                if part.layer == layer:
+                    heads[part.tensor][part.first_head] = shape.unpack(blocks[group.index], group, part)
+        keys, values = (torch.cat([parts[first] for first in sorted(parts)]) for parts in heads.values())
+        yield keys, values
 
 
 @dataclass(eq=False)

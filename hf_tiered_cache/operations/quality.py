@@ -119,10 +119,8 @@ def calibrate_quality(
         (full,) = _answers(scratch, model, prompts, [Exact()], questions, bar.update)
         for method in budget_methods:
             settings = [replace(method, budget=budget, quality=None) for budget in shares]
-            for setting, answers in zip(
-                settings, _answers(scratch, model, prompts, settings, questions, bar.update), strict=True
-            ):
-                findings.append(_finding(setting, answers, full))
+            answers = _answers(scratch, model, prompts, settings, questions, bar.update)
+            findings += [_finding(setting, made, full) for setting, made in zip(settings, answers, strict=True)]
     keep_quality(storage, fingerprint_of(attach(model)), findings)
     return findings
 
