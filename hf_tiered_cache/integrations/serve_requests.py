@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import copy
 import itertools
-import json
 import logging
 import math
 from bisect import bisect_left
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +16,10 @@ from inspect import signature
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from fastapi import HTTPException
+from fastapi import HTTPException, Request
+from fastapi.responses import JSONResponse
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cli.serving.utils import CBGenerateManager, CBStreamer, _StreamError
 from transformers.processing_utils import (
@@ -64,11 +66,6 @@ _CLIENT_NAMES = {
 }
 """Names in requests of generation settings."""
 
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
-
 
 class LimitedRequests:
     """ASGI middleware that passes on complete requests, and refuses large and slow ones.
@@ -82,48 +79,45 @@ class LimitedRequests:
 
     def __init__(
         self,
-        app: App,
+        app: ASGIApp,
         max_bytes: int = MAX_REQUEST_BYTES,
         body_seconds: float = BODY_SECONDS,
         closed_paths: frozenset[str] = frozenset(),
     ) -> None:
         self._app, self._max_bytes, self._body_seconds, self._closed = app, max_bytes, body_seconds, closed_paths
 
-    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI connection."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        answer: ASGIApp
         if scope["path"].rstrip("/") in self._closed:
-            await _refuse(
-                send, 403, f"{scope['path']} is disabled, because this server serves one model, which stays loaded"
-            )
-            return
-        try:
-            body = await asyncio.wait_for(self._body(scope, receive), self._body_seconds)
-        except OverflowError:
-            await _refuse(send, 413, f"the request is larger than {self._max_bytes} bytes")
-        except asyncio.TimeoutError:
-            await _refuse(send, 408, f"the request took longer than {self._body_seconds:g} s to arrive")
+            reason = f"{scope['path']} is disabled, because this server serves one model, which stays loaded"
+            answer = _refusal(403, reason)
         else:
-            if body is not None:
-                await self._app(scope, _replay(body, receive), send)
+            try:
+                body = await asyncio.wait_for(self._body(scope, receive), self._body_seconds)
+                answer, receive = self._app, _replay(body, receive)
+            except OverflowError:
+                answer = _refusal(413, f"the request is larger than {self._max_bytes} bytes")
+            except asyncio.TimeoutError:
+                answer = _refusal(408, f"the request took longer than {self._body_seconds:g} s to arrive")
+            except ClientDisconnect:
+                return
+        await answer(scope, receive, send)
 
-    async def _body(self, scope: MutableMapping[str, Any], receive: Receive) -> bytes | None:
-        """Return the body, or None if the client disconnected. Raises OverflowError if it is too large."""
+    async def _body(self, scope: Scope, receive: Receive) -> bytes:
+        """Return the body. Raises OverflowError if it is too large, or ClientDisconnect."""
         announced = dict(scope["headers"]).get(b"content-length", b"0")
         if announced.isdigit() and int(announced) > self._max_bytes:
             raise OverflowError
         body = bytearray()
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return None
-            body += message.get("body", b"")
+        async for part in Request(scope, receive).stream():
+            body += part
             if len(body) > self._max_bytes:
                 raise OverflowError
-            if not message.get("more_body", False):
-                return bytes(body)
+        return bytes(body)
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
@@ -136,15 +130,9 @@ def _replay(body: bytes, receive: Receive) -> Receive:
     return replay
 
 
-async def _refuse(send: Send, status: int, reason: str) -> None:
-    body = json.dumps(error_body(reason)).encode()
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", b"%d" % len(body)),
-        (b"connection", b"close"),  # the rest of the request is not read
-    ]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+def _refusal(status: int, reason: str) -> JSONResponse:
+    # the rest of the request is not read
+    return JSONResponse(error_body(reason), status, headers={"connection": "close"})
 
 
 def error_body(reason: str) -> dict[str, Any]:
