@@ -107,19 +107,17 @@ class Watch:
         """Record the objects in all places, which `holds` compares with later ones."""
         keyed = [list(places.values()) for places in (self._items, self._class_members, self._slots)]
         self._keyed = [([holder for holder, _, _ in places], [key for _, key, _ in places]) for places in keyed]
-        self._object_list, self._cell_list = list(self._objects.values()), list(self._cells.values())
-        self._sized_list = list(self._sized.values())
         self._container_list = list(filter(len, self._containers.values()))  # for empty ones the size is sufficient
-        self._sizes = list(map(len, self._sized_list))
+        self._sizes = list(map(len, self._sized.values()))
         self._values = [[value for *_, value in places] for places in keyed] + list(map(list, self._without_key()))
 
     def _without_key(self) -> tuple[Iterator[Any], ...]:
         """Return the current objects of each kind of place that has no key."""
         return (
-            map(type, self._object_list),
+            map(type, self._objects.values()),
             chain.from_iterable(self._container_list),
             chain.from_iterable((*kind.__iter__(value), _EMPTY) for value, kind in self._odd_containers.values()),
-            _cell_contents(self._cell_list),
+            _cell_contents(self._cells.values()),
         )
 
     # --- comparing
@@ -129,7 +127,7 @@ class Watch:
         keyed = (map(get, *places) for get, places in zip((dict.get, _members, getattr), self._keyed, strict=True))
         current = chain(keyed, self._without_key())
         try:
-            return list(map(len, self._sized_list)) == self._sizes and all(
+            return list(map(len, self._sized.values())) == self._sizes and all(
                 all(map(is_, before, now)) for before, now in zip(self._values, current, strict=True)
             )
         except (AttributeError, RuntimeError):  # an attribute was deleted, or a container changed during the comparison
