@@ -207,13 +207,7 @@ _ATTACH_LOCK = threading.RLock()
 
 
 class _Wrapper(Replacement):
-    """Wrapper of a bound method of the model. A method of the model's class is the one that the class has at the call.
-
-    Args:
-        attachment: Attachment of the model.
-        name: Name of the method.
-        method: The method.
-    """
+    """Wrapper of a bound method of the model. One of the model's class is what the class has at the call."""
 
     def __init__(self, attachment: Attachment, name: str, method: Callable[..., Any]) -> None:
         self.attachment = attachment
@@ -386,9 +380,8 @@ class _PrepareInputs(_Wrapper):
             kwargs["next_sequence_length"] = input_ids.shape[1] - num_cached
         inputs = self.original(input_ids, *args, **kwargs)
         if not num_cached and inputs.get(self.cache_argument) is None:
-            inputs[self.cache_argument] = (
-                cache  # Phi-3 drops caches that are shorter than a long prompt, empty ones too
-            )
+            # Phi-3 drops caches that are shorter than a long prompt, empty ones too
+            inputs[self.cache_argument] = cache
         return inputs
 
 

@@ -38,8 +38,6 @@ _MOST_CHANGES = 12
 """Number of consecutive looks with a change after which the model is treated as changing at every pass."""
 _LEADING = frozenset({"class", "dtype", "config", "RoPE", "quantization", "adapter"})
 """Facts that imply a difference of the facts in `_FOLLOWING` if they differ."""
-
-
 _IMAGES_LOOK_AHEAD = frozenset({"gemma4_text", "gemma4_unified_text"})
 """Types of models that let tokens of images, but not of text, attend to later tokens if a setting is "vision"."""
 
@@ -130,11 +128,10 @@ class Fingerprinter:
         self._lock = fork_lock()
         self._guard = RepairGuard(self._read_again)
         self._identities: dict[tuple[str, str, tuple[str, ...]], Identity] = {}
-        self._weights = WeightDigests(())
         self._statics: Statics = {}
         self._caches = CacheCheck(self._statics)
         self._forget_changes()
-        self._describe()
+        self._read_again()
 
     def look(self, tag: str = "", begins_request: bool = True) -> Identity:
         """Return the current identity of the model.
