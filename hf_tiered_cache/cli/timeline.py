@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect_right
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,10 +63,11 @@ def read_trace(path: Path) -> list[Pass]:
         named = [event for event in document if event.get("ph") == "M"]
         tracks = {event["tid"]: event["args"]["name"] for event in named if event["name"] == "thread_name"}
         events = [event for event in document if event.get("ph") == "X"]
-        passes = [_pass(event) for event in events if event["name"] == "pass"]
-        for event in events:
-            owner = next((one for one in passes if one.began <= event["ts"] <= one.ended), None)
-            if owner is not None and event["name"] != "pass":
+        passes = sorted((_pass(event) for event in events if event["name"] == "pass"), key=lambda one: one.began)
+        begins = [one.began for one in passes]
+        for event in events if passes else ():
+            owner = passes[max(0, bisect_right(begins, event["ts"]) - 1)]  # the last one that began before
+            if event["name"] != "pass" and owner.began <= event["ts"] <= owner.ended:
                 owner.events.append((tracks[event["tid"]], event["name"], event["ts"], event["dur"]))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Refused(f"{path} is not a trace; make one with TieredCache(..., trace='trace.json')") from error

@@ -7,6 +7,7 @@ import json
 import os
 import resource
 import shutil
+import time
 import weakref
 from itertools import pairwise
 from pathlib import Path
@@ -87,6 +88,20 @@ def test_a_reset_cache_is_still_traced_and_a_traced_cache_is_collected(model, tm
             assert collected() is None
         finally:
             gc.enable()
+
+
+def test_a_trace_of_many_passes_is_read_in_time_that_grows_with_its_events(tmp_path):
+    number, events = 4000, [{"ph": "M", "name": "thread_name", "tid": 1, "args": {"name": "model"}}]
+    for begin in range(0, 100 * number, 100):
+        events += [{"ph": "X", "name": f"{i}", "tid": 1, "ts": begin + 9.0 * i, "dur": 5.0} for i in range(10)]
+        counts = {"restored": 0, "computed": 1}
+        events.append({"ph": "X", "name": "pass", "tid": 1, "ts": float(begin), "dur": 99.0, "args": counts})
+    (tmp_path / "trace.json").write_text(json.dumps(events))
+    began = time.process_time()
+    passes = read_trace(tmp_path / "trace.json")
+    assert time.process_time() - began < 3  # comparing each event with each pass takes 7 s
+    assert {tuple(name for _, name, _, _ in one.events) for one in passes} == {tuple(map(str, range(10)))}
+    assert [one.began for one in passes] == list(range(0, 100 * number, 100))
 
 
 def test_an_earlier_trace_is_replaced_and_another_file_is_not(model, tmp_path):
