@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from itertools import groupby
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,10 +19,6 @@ from ..store.memory import to_device
 
 _JOINED_PASSES = 32
 """Number of passes that are joined. Gathering a long answer token by token would take longer than the passes."""
-
-
-_KEYS_AND_VALUES: tuple[Literal[1], Literal[2]] = (1, 2)
-"""Indexes of the tensors in `CapturedLayer`."""
 
 
 class Packed(NamedTuple):
@@ -58,32 +55,18 @@ def without_biases(layers: dict[int, CapturedLayer], tables: TableCache) -> dict
 
 
 class PackedKV:
-    """Unrotated KV of the tokens of one pass, or of several joined ones."""
+    """Unrotated KV of the tokens of one pass. Passes that were joined share their layers."""
 
     def __init__(self, fingerprint: str, layers: dict[int, CapturedLayer]) -> None:
         self.fingerprint, self.layers = fingerprint, layers
-        self._joined: tuple[PackedKV, int] | None = None
+        self.offset = 0
+        """Index of the first token in the layers."""
 
     @property
-    def tokens(self) -> int:
-        """Number of tokens."""
-        return int(next(iter(self.layers.values())).keys.shape[2])
-
-    @property
-    def nbytes(self) -> int:
-        """Number of bytes."""
-        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers.values())
-
-    def resolve(self) -> tuple[PackedKV, int]:
-        """Return the object that holds the KV now, and the index of this object's first token in it."""
-        if self._joined is None:
-            return self, 0
-        target, offset = self._joined[0].resolve()
-        return target, offset + self._joined[1]
-
-    def join(self, target: PackedKV, offset: int) -> None:
-        """Leave the KV to another object, which holds it from token `offset` on."""
-        self._joined, self.layers = (target, offset), {}
+    def token_bytes(self) -> int:
+        """Bytes of the KV of a token."""
+        captured = self.layers.values()
+        return sum(layer.keys[:, :, 0].nbytes + layer.values[:, :, 0].nbytes for layer in captured)
 
 
 class GraphKV:
@@ -107,13 +90,14 @@ class GraphKV:
         kept = self._layers.get(layer)
         if kept is None:
             keys, values = (
-                entry.new_zeros(*entry.shape[:2], self._tokens, entry.shape[3]) for entry in (captured[1], captured[2])
+                tensor.new_zeros(*tensor.shape[:2], self._tokens, tensor.shape[3])
+                for tensor in (captured.keys, captured.values)
             )
             kept = self._layers[layer] = CapturedLayer(captured.kind, keys, values)
         if kept.kind != captured.kind:
             raise ValueError(f"the layout of layer {layer} changes from pass to pass")
-        for part in _KEYS_AND_VALUES:
-            kept[part][:, :, : captured[part].shape[2]].copy_(captured[part])
+        for target, tensor in ((kept.keys, captured.keys), (kept.values, captured.values)):
+            target[:, :, : tensor.shape[2]].copy_(tensor)
 
     def layers(self, count: int) -> dict[int, CapturedLayer]:
         """Return copies of the first `count` tokens."""
@@ -204,50 +188,40 @@ class PassJoiner:
 
 
 def _join(passes: Sequence[PackedKV]) -> None:
-    layers = {}
-    for layer, first in passes[0].layers.items():
-        captured = [packed.layers[layer] for packed in passes]
-        keys, values = (torch.cat([entry[part] for entry in captured], dim=2) for part in _KEYS_AND_VALUES)
-        layers[layer] = CapturedLayer(first.kind, keys, values)
-    target, offset = PackedKV(passes[0].fingerprint, layers), 0
-    for packed in passes:
-        tokens = packed.tokens
-        packed.join(target, offset)
-        offset += tokens
+    parts = [packed.layers for packed in passes]
+    joined = {
+        layer: CapturedLayer(
+            first.kind,
+            torch.cat([layers[layer].keys for layers in parts], dim=2),
+            torch.cat([layers[layer].values for layers in parts], dim=2),
+        )
+        for layer, first in parts[0].items()
+    }
+    offset = 0
+    for packed, layers in zip(passes, parts, strict=True):
+        packed.layers, packed.offset = joined, offset
+        offset += next(iter(layers.values())).keys.shape[2]
 
 
 def gather(pieces: Iterable[Piece]) -> dict[int, CapturedLayer]:
     """Return the KV of consecutive pieces of one request, in tensors of their own."""
-    runs = list(_runs(pieces))
-    layers: dict[int, CapturedLayer] = {}
+    runs: list[tuple[dict[int, CapturedLayer], np.ndarray]] = []  # layers, and the indexes of tokens in them
+    for _, run in groupby(pieces, lambda piece: id(piece.source.layers)):
+        of_run = list(run)
+        indexes = [np.arange(piece.count) + (piece.source.offset + piece.row) for piece in of_run]
+        runs.append((of_run[0].source.layers, np.concatenate(indexes)))
+    gathered: dict[int, CapturedLayer] = {}
     rows: dict[torch.device, list[torch.Tensor]] = {}
-    for layer, first in runs[0][0].layers.items():
+    for layer, first in runs[0][0].items():
         device = first.keys.device
         if device not in rows:
             rows[device] = [to_device(index, device) for _, index in runs]
-        captured = [packed.layers[layer] for packed, _ in runs]
-        keys, values = (
-            _joined([entry[part].index_select(2, row) for entry, row in zip(captured, rows[device], strict=True)])
-            for part in _KEYS_AND_VALUES
-        )
-        layers[layer] = CapturedLayer(first.kind, keys, values)
-    return layers
+        of_layer = [(layers[layer], index) for (layers, _), index in zip(runs, rows[device], strict=True)]
+        keys = [captured.keys.index_select(2, index) for captured, index in of_layer]
+        values = [captured.values.index_select(2, index) for captured, index in of_layer]
+        gathered[layer] = CapturedLayer(first.kind, _joined(keys), _joined(values))
+    return gathered
 
 
 def _joined(tensors: list[torch.Tensor]) -> torch.Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=2)
-
-
-def _runs(pieces: Iterable[Piece]) -> Iterator[tuple[PackedKV, np.ndarray]]:
-    """Yield the objects that hold some pieces, each with the indexes of its tokens, int64."""
-    current: PackedKV | None = None
-    indexes: list[np.ndarray] = []
-    for piece in pieces:
-        source, offset = piece.source.resolve()
-        if source is not current and current is not None:
-            yield current, np.concatenate(indexes)
-            indexes = []
-        current = source
-        indexes.append(np.arange(piece.row + offset, piece.row + offset + piece.count))
-    if current is not None:
-        yield current, np.concatenate(indexes)

@@ -203,7 +203,7 @@ class BatchedRequest:
         if count <= 0:
             return
         pieces, rest = split(self._pieces, count)
-        if any(piece.source.resolve()[0].fingerprint != sequence.identity.fingerprint for piece in pieces):
+        if any(piece.source.fingerprint != sequence.identity.fingerprint for piece in pieces):
             self.stop_recording()
             return
         recorder = sequence.recorder

@@ -300,7 +300,7 @@ class PagedTiers(Listener):
                     self._lookups.release(request)  # if it was computed for lack of pages
                 row += num_tokens
             if packed is not None:
-                self._token_bytes = packed.nbytes // packed.tokens
+                self._token_bytes = packed.token_bytes
                 self._joiner.add(packed)
 
     def _fork(self, state: Any) -> BatchedRequest | None:
