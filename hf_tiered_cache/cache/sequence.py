@@ -13,12 +13,12 @@ from .. import reasons
 from ..errors import StoreClosedError
 from ..identity import Identity, differing_facts, rope_regime
 from ..methods import BudgetMethod, Method, Passages
-from ..passages.finder import PassageFinder, find_passages
+from ..passages.finder import find_passages
 from ..passages.report import PassageReport
 from ..patches.attach import Attachment
 from ..patches.rope import TableCache
 from ..remote.tier import Seconds
-from ..restore.hashes import History
+from ..restore.hashes import History, PassageHasher
 from ..restore.plan import BudgetPlan, PassagesPlan, Plan, PlanContext
 from ..restore.rows import RowGroup, SegmentSlice
 from ..stats import StatsCollector
@@ -139,7 +139,7 @@ class SequenceState:
                 self.recorder.note_stored(row, cached_hashes, num_hashes, tuple(reader.id for _, reader in matched))
             found, cached = num_hashes * HASH_TOKENS, base - pad
             if isinstance(self.method, Passages):  # a part of a passage may begin among cached tokens
-                pieces += self._finder(tokens, found if found > cached else max(0, cached - (HASH_TOKENS - 1)))
+                pieces += self._find_passages(tokens, found if found > cached else max(0, cached - (HASH_TOKENS - 1)))
             groups.append(RowGroup(tuple(rows), pad, tuple(pieces)))
             restorable = min(restorable, max(0, found - cached))
         return tuple(groups), restorable
@@ -184,15 +184,32 @@ class SequenceState:
         return plan if tuple(budgets) == plan.prefixes else plan.within_budget(budgets, streamed)
 
     @cached_property
-    def _finder(self) -> PassageFinder:
-        """Finder of passages, under the RoPE regime of the prompt and under the regime of short prompts."""
+    def _hashers(self) -> list[PassageHasher]:
+        """Hashers of passages under the RoPE regime of the prompt, and under the regime of short prompts."""
+        assert isinstance(self.method, Passages)
+        sink, provenance = self.method.sink_token(self.attachment.config), self.method.passages
+        regimes = dict.fromkeys((self.regime, rope_regime(self.attachment.config, 1) or ""))
+        return [self.store.passage_hasher(self.identity.fingerprint, provenance, sink, name) for name in regimes]
+
+    def _find_passages(self, tokens: np.ndarray, start: int) -> list[SegmentSlice]:
+        """Return the slices of the stored passages in a row's `tokens`, int64 `[n]`, from token `start` on."""
         method, store = self.method, self.store
         assert isinstance(method, Passages)
-        sink, ranked_by = method.sink_token(self.attachment.config), method.ranked_by
-        regimes = dict.fromkeys((self.regime, rope_regime(self.attachment.config, 1) or ""))
-        hashers = (store.passage_hasher(self.identity.fingerprint, method.passages, sink, name) for name in regimes)
-        lookups = store.find_parts, store.found_passage, self.segments, store.rankings.of
-        return PassageFinder(tuple(hashers), sink, *lookups, ranked_by)
+        sink = method.sink_token(self.attachment.config)
+        for hasher in self._hashers:
+            pieces = []
+            for match in find_passages(tokens, hasher, store.find_parts, start, self.segments):
+                reader = store.found_passage(match.row)
+                count = 0 if reader is None else min(match.num_hashes, reader.shape.whole_hashes - match.first)
+                exact = hasher is self._hashers[0] and match.is_exact(tokens, hasher, sink)
+                if reader and count > 0 and (exact or reader.shape.layout.position_independent):
+                    is_ranked = method.ranked_by and not exact
+                    scores = store.rankings.of(reader).get(method.ranked_by) if is_ranked else None
+                    first = match.first * HASH_TOKENS
+                    pieces.append(SegmentSlice(reader, first, count * HASH_TOKENS, match.at, exact, scores))
+            if pieces:
+                return pieces
+        return []
 
     def _usable_hashes(self, shape: SegmentShape) -> int:
         usable = self.method.usable_hashes(shape)
@@ -328,18 +345,16 @@ class SequenceState:
 
     def _report_passages(self, plan: Plan | None, collector: StatsCollector) -> None:
         """Report what became of the passages so far."""
-        ids, finder = self.history.ids(), self._finder
         if plan is not None:
             self._report.add(plan.groups, plan.base, self.history.pads)
-        rows = [row[pad:] for row, pad in zip(ids, self.history.pads, strict=True)]
-        passages = self._report.passage_stats(rows, finder.hashers, self.segments)
-        is_joined = self._report.suggests_joined_text(rows, finder.hashers)
+        rows = [row[pad:] for row, pad in zip(self.history.ids(), self.history.pads, strict=True)]
+        passages, is_joined = self._report.passage_stats(rows, self._hashers, self.segments)
         collector.set_passages(passages)
         if is_joined:
             self.miss_reason = reasons.JOINED
         elif plan is not None and not plan.base and not any(passage.tokens_found for passage in passages):
             is_prefix_alone = plan.num_positions - plan.restored_until >= HASH_TOKENS and self._has_passages()
-            if is_prefix_alone and not any(finder(row, 0) for row in rows):  # the prefix contains none either
+            if is_prefix_alone and not any(self._find_passages(row, 0) for row in rows):  # nor does the prefix have any
                 self.miss_reason = reasons.NO_PASSAGES
 
     def store_piece(self, piece: Request, plan: Plan | None, collector: StatsCollector) -> None:

@@ -14,14 +14,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from ..restore.hashes import PassageHasher
-from ..restore.rows import SegmentSlice
 from ..store import HASH_BYTES
 from ..store.catalogue import SegmentRow
 from ..store.format import has_lead_text
 from ..store.geometry import HASH_TOKENS
 from ..store.index import Index
-from ..store.segment import SegmentReader
-from .ranking import RankingScores
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -171,53 +168,17 @@ class PassageMatch:
         """Prompt token at which the passage would begin; negative if its beginning is cut off."""
         return self.at - self.first * HASH_TOKENS
 
+    def is_exact(self, tokens: np.ndarray, hasher: PassageHasher, sink: int | None) -> bool:
+        """Return whether the passage has the same position and preceding tokens as when its KV was computed.
 
-@dataclass(frozen=True)
-class PassageFinder:
-    """Finder of the stored passages in a row, for the planner.
-
-    Args:
-        hashers: Hashers of the passages, the one for the row's own RoPE regime first.
-        sink: First token that preceded each passage when its KV was computed, or None.
-        seeds: Returns the candidate parts of passages for scan hashes.
-        reader: Opens the segment of a catalogue row, or returns None.
-        begins: Token positions at which passages may begin, or None for any.
-        rankings: Returns the scores of a segment's tokens by ranking.
-        ranked_by: Name of the requested ranking; "" for none.
-    """
-
-    hashers: tuple[PassageHasher, ...]
-    sink: int | None
-    seeds: Callable[[np.ndarray], Seeds]
-    reader: Callable[[SegmentRow], SegmentReader | None]
-    begins: tuple[int, ...] | None = None
-    rankings: Callable[[SegmentReader], RankingScores] = lambda reader: {}
-    ranked_by: str = ""
-
-    def __call__(self, tokens: np.ndarray, start: int) -> list[SegmentSlice]:
-        """Return the segment slices of the passages in `tokens`, int64 `[n]`, from token `start` on."""
-        for number, hasher in enumerate(self.hashers):
-            pieces = []
-            for match in find_passages(tokens, hasher, self.seeds, start, self.begins):
-                reader = self.reader(match.row)
-                count = 0 if reader is None else min(match.num_hashes, reader.shape.whole_hashes - match.first)
-                exact = number == 0 and self._is_exact(tokens, match, hasher)
-                if reader and count > 0 and (exact or reader.shape.layout.position_independent):
-                    first = match.first * HASH_TOKENS
-                    scores = self.rankings(reader).get(self.ranked_by) if self.ranked_by and not exact else None
-                    pieces.append(SegmentSlice(reader, first, count * HASH_TOKENS, match.at, exact, scores))
-            if pieces:
-                return pieces
-        return []
-
-    def _is_exact(self, tokens: np.ndarray, match: PassageMatch, hasher: PassageHasher) -> bool:
-        """Return whether a passage has the same position and preceding tokens as when its KV was computed."""
-        if match.begin != (0 if self.sink is None else 1) or (self.sink is not None and tokens[0] != self.sink):
+        `sink` is the first token that preceded it then, or None.
+        """
+        if self.begin != (0 if sink is None else 1) or (sink is not None and tokens[0] != sink):
             return False
-        if has_lead_text(match.row.provenance):
+        if has_lead_text(self.row.provenance):
             return False
-        prefix_bytes = match.first * HASH_BYTES
-        return b"".join(hasher.hashes(tokens[match.begin : match.at])) == match.row.chain[:prefix_bytes]
+        prefix_bytes = self.first * HASH_BYTES
+        return b"".join(hasher.hashes(tokens[self.begin : self.at])) == self.row.chain[:prefix_bytes]
 
 
 def sink_token(config: PreTrainedConfig) -> int | None:

@@ -74,48 +74,37 @@ class PassageReport:
             for number in range(piece.count // HASH_TOKENS):
                 later.at[first + number] = piece.at + number * HASH_TOKENS
 
-    def suggests_joined_text(self, rows: Sequence[np.ndarray], hashers: Sequence[PassageHasher]) -> bool:
-        """Return whether a passage was found except for its first or last part.
-
-        This suggests that the tokenizer changed tokens where texts were joined. A match of the first part alone does
-        not count: passages may begin alike, for example with a heading.
-
-        Args:
-            rows: See `passage_stats`.
-            hashers: See `passage_stats`.
-        """
-        for passage in self._passages:
-            ends = {0, passage.reader.shape.tokens // HASH_TOKENS - 1}
-            changed = _missing_parts(passage, rows[passage.row], hashers).get(CHANGED)
-            if changed and ends.issuperset(changed) and max(passage.at) > 0:
-                return True
-        return False
-
     def passage_stats(
         self, rows: Sequence[np.ndarray], hashers: Sequence[PassageHasher], begins: Sequence[int] | None
-    ) -> list[PassageStats]:
-        """Return the statistics of each passage.
+    ) -> tuple[list[PassageStats], bool]:
+        """Return the statistics of each passage, and whether tokens seem to have changed where texts were joined.
+
+        That is suggested by a passage that was found except for its first or last part. A match of the first part alone
+        does not count: passages may begin alike, for example with a heading.
 
         Args:
             rows: Tokens of each row, int64 `[n]`, without padding.
             hashers: Hashers of the passages.
             begins: Token positions at which passages were declared to begin, or None.
         """
-        stats = [_stats_of(passage, rows[passage.row], hashers) for passage in self._passages]
+        stats, is_joined = list[PassageStats](), False
+        for passage in self._passages:
+            reader, first = passage.reader, min(passage.at)
+            begin, tokens = passage.at[first] - first * HASH_TOKENS, reader.shape.tokens
+            missing_parts = _missing_parts(passage, rows[passage.row], hashers)
+            if (changed := missing_parts.get(CHANGED)) and max(passage.at) > 0:
+                is_joined |= {0, tokens // HASH_TOKENS - 1}.issuperset(changed)
+            reasons = "; ".join(
+                f"{len(parts) * HASH_TOKENS} tokens {reason}" for reason, parts in missing_parts.items()
+            )
+            num_found = len(passage.at) * HASH_TOKENS
+            found = PassageStats(passage.row, begin, tokens, num_found, reasons, reader.id, reader.header.label)
+            stats.append(found)
         if begins is not None:
-            for row, tokens in enumerate(rows):
+            for row, row_tokens in enumerate(rows):
                 starts = {entry.start for entry in stats if entry.row == row}
-                stats += _empty_positions(row, len(tokens), begins, starts)
-        return sorted(stats, key=lambda entry: (entry.row, entry.start))
-
-
-def _stats_of(passage: _Passage, tokens: np.ndarray, hashers: Sequence[PassageHasher]) -> PassageStats:
-    reader, missing_parts = passage.reader, _missing_parts(passage, tokens, hashers)
-    first = min(passage.at)
-    begin = passage.at[first] - first * HASH_TOKENS
-    reasons = "; ".join(f"{len(parts) * HASH_TOKENS} tokens {reason}" for reason, parts in missing_parts.items())
-    num_found = len(passage.at) * HASH_TOKENS
-    return PassageStats(passage.row, begin, reader.shape.tokens, num_found, reasons, reader.id, reader.header.label)
+                stats += _empty_positions(row, len(row_tokens), begins, starts)
+        return sorted(stats, key=lambda entry: (entry.row, entry.start)), is_joined
 
 
 def _missing_parts(passage: _Passage, tokens: np.ndarray, hashers: Sequence[PassageHasher]) -> dict[str, list[int]]:
