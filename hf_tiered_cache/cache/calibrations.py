@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -32,7 +32,14 @@ _Saved = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Calibration:
+class _Measured:
+    def as_dict(self) -> dict[str, Any]:
+        """Return all fields, JSON-ready."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Calibration(_Measured):
     """Result of `calibrate` for one model on one device.
 
     Args:
@@ -52,12 +59,11 @@ class Calibration:
     cold: bool
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all fields, JSON-ready."""
-        return asdict(self) | {"seconds": {f"{ratio:.4f}": value for ratio, value in sorted(self.seconds.items())}}
+        return super().as_dict() | {"seconds": {f"{ratio:.4f}": value for ratio, value in sorted(self.seconds.items())}}
 
 
 @dataclass(frozen=True)
-class PrefixCosts:
+class PrefixCosts(_Measured):
     """Costs per prefix token, for one model on one device with one I/O engine and codec.
 
     Args:
@@ -106,21 +112,26 @@ class PrefixCosts:
         restore = self.restore[disk] + (factors.load - 1) * load
         return replace(costs, restore=self.restore | {disk: restore}, load=self.load | {disk: factors.load * load})
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return all fields, JSON-ready."""
-        return asdict(self)
+    @property
+    def is_sound(self) -> bool:
+        tiers = *self.restore.values(), *self.load.values()
+        return _are_numbers(self.tokens, self.compute, self.overhead, self.growth, *tiers) and self.tokens >= 1
 
 
 @dataclass(frozen=True)
-class CostFactors:
+class CostFactors(_Measured):
     """Observed costs relative to the calibrated ones: of computing a token, and of loading one from disk."""
 
     compute: float = 1.0
     load: float = 1.0
 
+    @property
+    def is_sound(self) -> bool:
+        return _are_numbers(self.compute, self.load) and self.compute > 0 and self.load > 0
+
 
 @dataclass(frozen=True)
-class QualityFinding:
+class QualityFinding(_Measured):
     """Losses of a method at one budget, for one model.
 
     Args:
@@ -155,14 +166,26 @@ class QualityFinding:
         most = quality / TRANSFER
         return self.loss <= most and float(np.quantile(self.losses, 0.95)) <= 2 * most
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return all fields, JSON-ready."""
-        return asdict(self)
+    @property
+    def is_sound(self) -> bool:
+        return 0 < self.budget <= 1 and bool(self.losses) and _are_numbers(*map(abs, self.losses))
 
 
 def _are_numbers(*values: object) -> bool:
     """Return whether all values of a record are numbers from 0 to `_MOST_NUMBER`, so neither NaN nor infinite."""
     return all(isinstance(value, int | float) and 0 <= value <= _MOST_NUMBER for value in values)
+
+
+_Record = TypeVar("_Record", PrefixCosts, CostFactors, QualityFinding)
+
+
+def _loaded(kind: type[_Record], saved: _Saved) -> list[_Record]:
+    """Return records as objects; none if one is damaged or has figures that no measurement gives (`is_sound`)."""
+    try:
+        records = [kind(**record) for record in saved]
+        return records if all(record.is_sound for record in records) else []
+    except (TypeError, AttributeError):
+        return []
 
 
 def quality_budget(storage: Storage, fingerprint: str, method: BudgetMethod) -> float | None:
@@ -203,26 +226,16 @@ def keep_quality(storage: Storage, fingerprint: str, findings: list[QualityFindi
     measured_methods = {finding.method for finding in findings}
 
     def merged(saved: _Saved) -> _Saved:
-        earlier_findings = [finding for finding in _findings_in(saved) if finding.method not in measured_methods]
+        earlier_findings = [
+            finding for finding in _loaded(QualityFinding, saved) if finding.method not in measured_methods
+        ]
         return [finding.as_dict() for finding in (*earlier_findings, *findings)]
 
     change_records(storage, f"quality {fingerprint}", merged)
 
 
 def _qualities(storage: Storage, fingerprint: str) -> list[QualityFinding]:
-    return _findings_in(records_of(storage, f"quality {fingerprint}"))
-
-
-def _findings_in(saved: _Saved) -> list[QualityFinding]:
-    try:
-        findings = [QualityFinding(**record) for record in saved]
-        are_sound = all(
-            0 < finding.budget <= 1 and finding.losses and _are_numbers(*map(abs, finding.losses))
-            for finding in findings
-        )
-    except TypeError:  # damaged
-        are_sound = False
-    return findings if are_sound else []
+    return _loaded(QualityFinding, records_of(storage, f"quality {fingerprint}"))
 
 
 def calibrated_ratio(storage: Storage, fingerprint: str, device: torch.device, tokens: int) -> float | None:
@@ -242,31 +255,19 @@ def prefix_costs(
     Beyond the longest measured prefix, the compute cost per token grows linearly, and restoring takes as long per
     further token as between the two longest ones.
     """
-    records = records_of(storage, _prefix_name(storage, fingerprint, device, provenance))
-    if not records:
+    measured = _loaded(PrefixCosts, records_of(storage, _prefix_name(storage, fingerprint, device, provenance)))
+    if not measured:
         return None
-    try:
-        measured = [PrefixCosts(**record) for record in records]
-        if not all(map(_is_sound, measured)):
-            return None
-        restore, load = (
-            _by_tier(tokens, {costs.tokens: getattr(costs, name) for costs in measured}) for name in ("restore", "load")
-        )
-        compute, overhead = (
-            _between(tokens, {costs.tokens: getattr(costs, name) for costs in measured})
-            for name in ("compute", "overhead")
-        )
-        longest = max(measured, key=lambda costs: costs.tokens)
-        growth = min(longest.growth, *(costs.compute / costs.tokens for costs in measured))  # no token costs below 0
-    except (TypeError, AttributeError, ValueError):  # damaged
-        return None
+    restore, load = (
+        _by_tier(tokens, {costs.tokens: getattr(costs, name) for costs in measured}) for name in ("restore", "load")
+    )
+    compute, overhead = (
+        _between(tokens, {costs.tokens: getattr(costs, name) for costs in measured}) for name in ("compute", "overhead")
+    )
+    longest = max(measured, key=lambda costs: costs.tokens)
+    growth = min(longest.growth, *(costs.compute / costs.tokens for costs in measured))  # no token costs below 0
     compute += growth * max(0, tokens - longest.tokens)
     return PrefixCosts(tokens, compute, restore, load, overhead, growth)
-
-
-def _is_sound(costs: PrefixCosts) -> bool:
-    tiers = *costs.restore.values(), *costs.load.values()
-    return _are_numbers(costs.tokens, costs.compute, costs.overhead, costs.growth, *tiers) and costs.tokens >= 1
 
 
 def _by_tier(tokens: int, measured: dict[int, dict[str, float]]) -> dict[str, float]:
@@ -328,12 +329,10 @@ def keep_prefix_costs(
     storage: Storage, fingerprint: str, device: torch.device, provenance: str, measured: list[PrefixCosts]
 ) -> None:
     """Save prefix costs, and replace earlier ones of the same model, device, engine and codec."""
-    keep_records(
-        storage, _prefix_name(storage, fingerprint, device, provenance), [costs.as_dict() for costs in measured]
-    )
-    factors_name = _factors_name(storage, fingerprint, device)
-    if records_of(storage, factors_name):
-        keep_records(storage, factors_name, [asdict(CostFactors())])
+    name = _prefix_name(storage, fingerprint, device, provenance)
+    keep_records(storage, name, [costs.as_dict() for costs in measured])
+    if cost_factors(storage, fingerprint, device) != CostFactors():
+        change_cost_factors(storage, fingerprint, device, lambda factors: CostFactors())
 
 
 def cost_factors(storage: Storage, fingerprint: str, device: torch.device) -> CostFactors:
@@ -342,12 +341,7 @@ def cost_factors(storage: Storage, fingerprint: str, device: torch.device) -> Co
 
 
 def _factors_in(saved: _Saved) -> CostFactors:
-    try:
-        factors = CostFactors(**saved[0])
-    except (TypeError, IndexError):  # none yet, or damaged
-        return CostFactors()
-    is_sound = _are_numbers(factors.compute, factors.load) and factors.compute > 0 and factors.load > 0
-    return factors if is_sound else CostFactors()
+    return next(iter(_loaded(CostFactors, saved)), CostFactors())
 
 
 def change_cost_factors(
@@ -355,7 +349,7 @@ def change_cost_factors(
 ) -> None:
     """Save what `change` makes of the factors of a model's calibrated costs on a device. See `change_records`."""
     name = _factors_name(storage, fingerprint, device)
-    change_records(storage, name, lambda saved: [asdict(change(_factors_in(saved)))])
+    change_records(storage, name, lambda saved: [change(_factors_in(saved)).as_dict()])
 
 
 def _factors_name(storage: Storage, fingerprint: str, device: torch.device) -> str:

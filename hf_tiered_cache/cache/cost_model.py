@@ -67,7 +67,8 @@ def choose_strategy(plan: Plan, sequence: SequenceState) -> tuple[Plan | None, s
         recompute, decline, steepness = method.recompute, method.decline, method.recompute_steepness
     if plan.suffix is None:
         return plan, ""
-    is_incomplete = bool(required_recompute(plan).any())
+    required = required_recompute(plan)
+    is_incomplete = bool(required.any())
     if not (decline or recompute or is_incomplete):
         return plan, ""
     costs = costs_of(sequence, plan.base + plan.suffix)
@@ -80,7 +81,8 @@ def choose_strategy(plan: Plan, sequence: SequenceState) -> tuple[Plan | None, s
         return None, reasons.PREFIX_NOT_STORED
     if not may_recompute:
         recompute = 0.0
-    chosen_plan = fastest_plan(plan, recompute, decline, costs, store.residency, devices.__getitem__, steepness)
+    residency, device_of = store.residency, devices.__getitem__
+    chosen_plan = fastest_plan(plan, required, recompute, decline, costs, residency, device_of, steepness)
     return chosen_plan, "" if chosen_plan is not None else reasons.SLOWER
 
 
@@ -128,6 +130,7 @@ def _may_recompute_prefix(plan: Plan, sequence: SequenceState) -> bool:
 
 def fastest_plan(
     plan: Plan,
+    required: np.ndarray,
     recompute: float | Literal["auto"],
     decline: bool,
     costs: PrefixCosts | None,
@@ -141,16 +144,16 @@ def fastest_plan(
 
     Args:
         plan: Plan that restores whole tokens and computes only the suffix.
-        recompute: Share of the prefix to compute while the rest is loaded, or "auto" for the fastest share. Tokens that
-            are not stored are computed in any case.
+        required: See `required_recompute`.
+        recompute: Share of the prefix to compute while the rest is loaded, or "auto" for the fastest share.
         decline: Whether the whole prompt may be computed.
         costs: Costs per token for a prefix of this length; None if nothing was measured.
         residency: Memory tiers, which know the locations of blocks.
         device_of: Returns the device of a layer.
         steepness: How fast the number of recomputed tokens may fall with depth; the first one for a fixed share.
     """
-    ratio, required = 0.0 if recompute == "auto" else recompute, required_recompute(plan)
-    minimum = with_required_recompute(plan)
+    ratio = 0.0 if recompute == "auto" else recompute
+    minimum = recomputing(plan, required)
     has_unstored = any(isinstance(reader, UnstoredPrefixReader) for reader in plan.readers)
     compares = costs is not None and (decline or recompute == "auto")
     units = unit_tiers_of(minimum, residency, device_of) if has_unstored or compares else []
@@ -171,14 +174,12 @@ def fastest_plan(
     lengths = schedules[chosen]
     if has_unstored:
         lengths = np.minimum(lengths, _read_until(minimum, units))
-    lengths = np.maximum(lengths, required)
+    return recomputing(plan, np.maximum(lengths, required))
+
+
+def recomputing(plan: Plan, lengths: np.ndarray) -> Plan:
+    """Return a plan whose layers also compute prefixes of these lengths, int64 `[layers]`."""
     return plan.with_recompute_lengths(lengths.tolist()) if lengths.any() else plan
-
-
-def with_required_recompute(plan: Plan) -> Plan:
-    """Return a plan that computes only the suffix and the tokens that are not stored."""
-    required = required_recompute(plan)
-    return plan.with_recompute_lengths(required.tolist()) if required.any() else plan
 
 
 def required_recompute(plan: Plan) -> np.ndarray:

@@ -19,7 +19,7 @@ from ..patches.scope import leave
 from ..restore.plan import BudgetPlan, PassagesPlan, Plan
 from ..store.geometry import HASH_TOKENS
 from .cache_state import CacheState
-from .cost_model import choose_strategy, costs_of, warn_of_slow_restore, with_required_recompute
+from .cost_model import choose_strategy, costs_of, recomputing, required_recompute, warn_of_slow_restore
 from .forward_pass import ForwardPass, RefiningForward, RestoringForward
 from .observed import Work, observed_ratios, renew_costs
 from .recorder import Recorder
@@ -325,7 +325,7 @@ class Executor(CacheState):
         plan = None if reason else sequence.plan(request, self.collector)
         if plan is not None:
             chosen_plan, reason = choose_strategy(plan, sequence)
-            plan = chosen_plan and (plan if plan.suffix is None else with_required_recompute(plan))
+            plan = chosen_plan and (plan if plan.suffix is None else recomputing(plan, required_recompute(plan)))
         self.store.note_uses()
         return plan, "" if plan is not None else reason or self._no_plan_reason(request, sequence)
 

@@ -656,10 +656,11 @@ def test_an_estimate_of_a_plain_restore_and_of_computing_all(path):
         storage = storage_of(store)
         plan, _ = cache.look_up(ids)
         streams = streams_of(plan, BALANCED, unit_tiers_of(plan, storage.residency, lambda layer: CPU))
-        plain, whole = streams.seconds(plan_recompute_lengths(plan, np.array([0.0, 1.0])))
+        lengths = plan_recompute_lengths(plan, np.array([0.0, 1.0]))
+        plain, whole = streams.seconds(lengths)
         assert whole == pytest.approx(0.192 + 0.020)
         assert plain == pytest.approx(0.192 + 0.020 / 3, rel=1e-3)
-        assert fastest_plan(plan, 0.0, True, BALANCED, storage.residency, lambda layer: CPU) is plan
+        assert fastest_plan(plan, lengths[0], 0.0, True, BALANCED, storage.residency, lambda layer: CPU) is plan
 
 
 def test_loading_is_estimated_from_the_bytes_of_blocks_that_are_not_full(tmp_path):
