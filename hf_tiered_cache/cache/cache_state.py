@@ -213,8 +213,7 @@ class CacheState:
         """
         self.unreported = True
         sequence, num_positions = self.sequence, cache.get_seq_length()
-        history = self.plain if sequence is None else sequence.history
-        if history is None:
+        if (history := self.history) is None:
             return 0
         if num_positions != history.num_positions:  # interrupted between a pass and its bookkeeping
             if sequence is not None:
@@ -238,15 +237,14 @@ class CacheState:
         if self.sequence is not None:
             self.sequence.recorder.crop(count)
             if self.observer is not None:
-                self.observer.crop(self.sequence.num_positions)
+                self.observer.crop(self.sequence.history.num_positions)
         elif self.plain is not None:
             self.plain.crop(min(count, self.plain.num_positions))
 
     @property
-    def rows(self) -> int:
-        """Number of rows of the known tokens; 0 if there are none."""
-        history = self.plain if self.sequence is None else self.sequence.history
-        return 0 if history is None else history.rows
+    def history(self) -> History | None:
+        """History of the tokens in the cache; None if they are not known."""
+        return self.plain if self.sequence is None else self.sequence.history
 
     def select(self, rows: torch.Tensor) -> None:
         """Reorder the rows: row i becomes the former row `rows[i]`."""

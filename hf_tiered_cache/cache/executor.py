@@ -263,8 +263,9 @@ class Executor(CacheState):
             forward_pass = kind(*common, plan=plan, store=self.store, method=self.method)
         may_round = sequence.approximate or sequence.method.records_approximations
         forward_pass.folds = may_round or self.options.fold_heads
-        if self.observer is not None:
-            forward_pass.watch(self.observer, request.base + request.num_positions, sequence.history.pads)
+        if self.observer is not None and (plan is None or all(computed.ndim == 1 for computed in plan.computed)):
+            stop, pads = request.base + request.num_positions, sequence.history.pads
+            forward_pass.observer = self.observer.begin(cache.kv_sources, first, stop, pads)
         return forward_pass
 
     def _run(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import lru_cache
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..conversations.distances import AttentionDistances, SampledPass
+from ..conversations.distances import SampledPass
 from ..errors import LayerOrderError, RestoreError, UnsupportedModelError
 from ..layers import LayeredCache, LayerTensors
 from ..methods import BudgetMethod, Method, Passages
@@ -94,10 +94,6 @@ class ForwardPass(Scope):
                 if self.assemble_seconds:
                     self.collector.add(assemble_seconds=self.assemble_seconds)
 
-    def watch(self, observer: AttentionDistances, stop: int, pads: Sequence[int]) -> None:
-        """Let an observer see the queries of the pass, which ends before position `stop`."""
-        self.observer = observer.begin(self.kv_sources, self._first, stop, pads)
-
     def close(self) -> None:
         """Release the resources of the pass, if an interrupt (Ctrl-C) has prevented that."""
         self._stack.close()
@@ -151,6 +147,8 @@ class RestoringForward(ForwardPass):
     def __init__(self, *arguments: Any, plan: Plan, store: Storage, method: Method) -> None:
         super().__init__(*arguments)
         self.method = method
+        self.plan = plan
+        """Plan that this pass follows. A deferred plan is replaced during the pass."""
         self._last_layer = -1
         self._first_narrowed: int | None = None
         self.captures = True
@@ -185,11 +183,6 @@ class RestoringForward(ForwardPass):
                 type(method).__name__,
             )
             self.selects = True
-
-    @property
-    def plan(self) -> Plan:
-        """Plan that this pass follows. A deferred plan is replaced during the pass."""
-        return self.prefetch.plan
 
     def run(self, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
         try:
@@ -231,11 +224,6 @@ class RestoringForward(ForwardPass):
         elif self.selection is not None:
             self.selection.start()
         self.prefetch.start()
-
-    def watch(self, observer: AttentionDistances, stop: int, pads: Sequence[int]) -> None:
-        """See `ForwardPass`. No observer is attached if rows compute different positions."""
-        if all(positions.ndim == 1 for positions in self.plan.computed):
-            super().watch(observer, stop, pads)
 
     def _drop_with_depth(self, plan: Plan) -> None:
         """Set the hidden states that each layer keeps."""
@@ -363,7 +351,7 @@ class RefiningForward(RestoringForward):
             (kv_deviation,) = to_host(self._kv_deviation)
             positions = self.method.narrow(self._choice, plan.computed[layer], kv_deviation, attention)
         plan = replace(plan, computed=plan.computed[:first] + (positions,) * (len(plan.computed) - first))
-        self.prefetch.plan = plan
+        self.plan = self.prefetch.plan = plan
         self._positions_from.clear()  # keyed by arrays of the old plan
         self._drop_with_depth(plan)
         self._compares, self._attention = False, None

@@ -186,14 +186,14 @@ class Recorder:
             self._stored = [self._stored[row] for row in order]
             self._ancestors = [self._ancestors[row] for row in order]
 
-    def begin_look_up(self) -> None:
-        """Begin to note what is stored of the tokens of a pass, which may fail."""
+    def note_stored(self, row: int, cached_hashes: int, num_hashes: int, segments: tuple[str, ...]) -> None:
+        """Note which segments store a row's prefix hashes up to `num_hashes`, after those that the cache holds.
+
+        This is for a pass that may fail.
+        """
         with self._lock:
             if self._before_look_up is None:
                 self._before_look_up = list(self._stored), list(self._ancestors)
-
-    def note_stored(self, row: int, cached_hashes: int, num_hashes: int, segments: tuple[str, ...]) -> None:
-        """Note which segments store a row's prefix hashes up to `num_hashes`, after those that the cache holds."""
         self._stored[row] = num_hashes if num_hashes > cached_hashes else min(self._stored[row], cached_hashes)
         before = [segment for segment in self._ancestors[row] if segment not in segments] if cached_hashes else []
         self._ancestors[row] = (*before, *segments)

@@ -109,12 +109,6 @@ class Request:
         """Token ids in host memory, int64 `[rows, positions]`. The first use waits for the device."""
         return self.ids.to("cpu", torch.int64).numpy()
 
-    @property
-    def known_ids(self) -> torch.Tensor | np.ndarray:
-        """Token ids in host memory, if they are there already, or else those on the device."""
-        ids: torch.Tensor | np.ndarray = vars(self).get("host_ids", self.ids)
-        return ids
-
     def beginning(self, num_positions: int) -> Request:
         """Return a request for the first `num_positions` positions of the prompt, with the last logits only."""
         kwargs = self.kwargs | {"logits_to_keep": 1}

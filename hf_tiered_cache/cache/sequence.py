@@ -83,15 +83,10 @@ class SequenceState:
     _in_prompt: bool = False  # whether the last pass had several positions
     _report: PassageReport = field(default_factory=PassageReport)
 
-    @property
+    @cached_property
     def history(self) -> History:
         """History of the tokens."""
         return self.recorder.history
-
-    @property
-    def num_positions(self) -> int:
-        """Number of cached positions, including left padding."""
-        return self.history.num_positions
 
     # --- before a pass
 
@@ -118,7 +113,6 @@ class SequenceState:
         Return groups of equal rows, and the first position of the pass that some row cannot restore.
         """
         history, base = self.history, self.history.num_positions
-        self.recorder.begin_look_up()
         whole_rows = np.concatenate([history.ids(), ids], axis=1)
         alike: dict[tuple[int, bytes], list[int]] = {}
         for row, pad in enumerate(history.pads):
@@ -146,7 +140,7 @@ class SequenceState:
 
     def _plan_restore(self, request: Request, groups: tuple[RowGroup, ...], restorable: int) -> Plan | None:
         """Let the method decide what to compute. Return None if that is everything."""
-        method, base, num_positions = self.method, self.num_positions, request.num_positions
+        method, base, num_positions = self.method, request.base, request.num_positions
         context = PlanContext(base, num_positions, restorable, request.must_compute, self.layers, groups)
         plan = Plan(base, num_positions, method.positions_to_compute(context), groups)
         if isinstance(method, Passages) and not plan.exact and (choice := method.deferred_choice(context)) is not None:
@@ -163,7 +157,7 @@ class SequenceState:
         return (
             0 < step < request.num_positions - min(request.pads)
             and method.selects
-            and self.num_positions == 0
+            and request.base == 0
             and self.recorder.enabled
             and request.text == request.num_positions
             and request.must_compute <= step // 2
@@ -220,7 +214,7 @@ class SequenceState:
 
     def why_nothing(self, request: Request) -> str:
         """Return why a prompt without a plan is not restored, or "" if it continues from what the cache holds."""
-        if self.num_positions or not self.store.usable:
+        if request.base or not self.store.usable:
             return ""
         if self._unusable_reason:
             return self._unusable_reason
@@ -305,7 +299,8 @@ class SequenceState:
                 if isinstance(plan, BudgetPlan):
                     self.recorder.exclude(plan.inexact_rows)
         self.stored_in_pieces = {}
-        self.recorder.end(request.known_ids, computed, request.revocable)
+        ids = vars(request).get("host_ids", request.ids)  # without a copy to the host
+        self.recorder.end(ids, computed, request.revocable)
         if self.reports_passages and num_positions > 1:
             self._report_passages(plan, collector)
         if request.text < num_positions:

@@ -233,7 +233,8 @@ class StoredCache(Cache, ServedCache):
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row `repeats` times, next to each other."""
         super().batch_repeat_interleave(repeats)
-        self._executor.select(torch.arange(self._executor.rows).repeat_interleave(repeats))
+        if (history := self._executor.history) is not None:
+            self._executor.select(torch.arange(history.rows).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep only the rows `indices`, in that order: numbers, from the end if negative, or a mask of all rows."""

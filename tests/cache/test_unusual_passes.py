@@ -161,7 +161,6 @@ def test_a_look_up_that_was_interrupted_is_undone(scaled, tmp_path, then):
         cache = TieredCache(scaled, store)
         last_logits(scaled, first, cache, logits_to_keep=1)
         recorder = cache._executor.sequence.recorder
-        recorder.begin_look_up()
         recorder.note_stored(0, 2, 9, ("0" * 32,))
         if then == "crop":
             cache.crop(-3)
