@@ -20,7 +20,7 @@ from ..cache.executor import REPLANS
 from ..cache.forward_pass import kind_of
 from ..cache.storage import Storage
 from ..errors import RestoreError, TieredCacheError
-from ..identity import varying_rope
+from ..identity import Identity, varying_rope
 from ..layers import DenseSource, sources_for
 from ..patches.attach import Attachment
 from ..patches.rope import PreRopeKV, RotaryTap
@@ -227,11 +227,11 @@ def _unpaged_attention(config: Any) -> Iterator[None]:
         config._attn_implementation = attention
 
 
-def observe_rotations(attachment: Attachment, fingerprint: str, lossless: bool) -> LayerRotations | str:
+def observe_rotations(attachment: Attachment, identity: Identity, lossless: bool) -> LayerRotations | str:
     """Return the rotations of a model's layers, or the reason why its KV cannot be restored into pages."""
     if varying_rope(attachment.config):
         return reasons.VARYING_ROPE
-    rotations = LayerRotations(attachment, fingerprint, lossless)
+    rotations = LayerRotations(attachment, identity.fingerprint, lossless)
     return rotations if len(rotations.layers) == attachment.depth else reasons.SHARED_LAYERS
 
 

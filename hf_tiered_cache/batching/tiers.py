@@ -19,6 +19,7 @@ import torch
 from .. import reasons
 from ..cache.cache_state import CacheOptions
 from ..cache.executor import Executor
+from ..cache.sequence import STORE_GENERATED_AT
 from ..cache.storage import Storage
 from ..errors import ConfigError, StoreClosedError
 from ..identity import Identity
@@ -33,8 +34,6 @@ from .requests import BatchedRequest, Restored
 
 logger = logging.getLogger("hf_tiered_cache")
 
-_STORE_GENERATED_AT = 512
-"""Number of captured generated tokens of a request to store at once, as for `generate()`."""
 _MOST_CAPTURED_BYTES = 1 << 30
 """Captured KV of all requests from which on all is stored: the pages of a GPU leave little memory."""
 
@@ -95,12 +94,8 @@ class PagedTiers(Listener):
 
     def _observe(self) -> LayerRotations | None:
         """Return the rotations of the layers, or None if the engine runs without the store."""
-        identity = self._identifier.identify(begins_request=True)
-        observed: LayerRotations | str
-        if isinstance(identity, str):
-            observed = identity
-        else:
-            observed = observe_rotations(self._attachment, identity.fingerprint, self._method.lossless)
+        identity, lossless = self._identifier.identify(begins_request=True), self._method.lossless
+        observed = identity if isinstance(identity, str) else observe_rotations(self._attachment, identity, lossless)
         if isinstance(observed, str):
             self.refused(observed)
             return None
@@ -119,10 +114,6 @@ class PagedTiers(Listener):
             for request in self._requests.values():
                 request.stop_recording()
         return fingerprint
-
-    def serves(self, manager: Any) -> bool:
-        """Return whether this object serves the requests of `manager`."""
-        return self.manager is manager and not self._closed
 
     def collect(self, request_id: str, collector: StatsCollector) -> None:
         """Count a request that is going to be added in `collector`."""
@@ -218,11 +209,8 @@ class PagedTiers(Listener):
                 request.note_reason(reasons.ENGINE_CHANGED)
                 request.stop_recording()
                 self._lookups.release(request)
-            restored = request.restored
             try:
-                if restored is None or not self._is_placeable(request, restored, tokens):
-                    return tokens
-                return self._place(request, restored, tokens)
+                return tokens if request.restored is None else self._place(request, request.restored, tokens)
             finally:
                 self._lookups.release(request)
 
@@ -234,7 +222,7 @@ class PagedTiers(Listener):
                 if not self._engine.holds(request_id):
                     self._end(request)
                     continue
-                is_due = not request.reported or request.num_captured >= _STORE_GENERATED_AT
+                is_due = not request.reported or request.num_captured >= STORE_GENERATED_AT
                 if is_due and request.prompt_is_computed and request.is_looked_up:
                     request.report()
                     self._store(request)
@@ -389,18 +377,18 @@ class PagedTiers(Listener):
         """Return whether there are pages for the whole prompt, of which its pages hold the first `held` tokens."""
         return self._pages.has_room(len(request.prompt) + 1, held)
 
-    def _is_placeable(self, request: BatchedRequest, restored: Restored, held: int) -> bool:
-        """Return whether restored KV continues the pages, and was computed by the model of the next pass."""
+    def _place(self, request: BatchedRequest, restored: Restored, held: int) -> int:
+        """Write restored KV from token `held` on into pages, and return the number of tokens that they hold.
+
+        It must have been computed by the model of the next pass, and continue what the pages hold.
+        """
         sequence = request.executor.sequence
         if sequence is None or sequence.identity.fingerprint != self._fingerprint:
             request.note_reason(reasons.ENGINE_CHANGED)
-            return False
-        return restored.first <= held < restored.stop and self._has_room(request, held)
-
-    def _place(self, request: BatchedRequest, restored: Restored, held: int) -> int:
-        """Write restored KV from token `held` on into pages, and return the number of tokens that they hold."""
+            return held
         engine, pages, state, stop = self._engine, self._pages, request.state, restored.stop
-        if not pages.allocate(state, held, stop):
+        continues = restored.first <= held < stop and self._has_room(request, held)
+        if not continues or not pages.allocate(state, held, stop):
             return held
         try:
             engine.write(request.id, stop, restored.since(held))
@@ -421,7 +409,7 @@ class Engines(weakref.WeakSet[PagedTiers]):
 
     def of(self, manager: Any) -> PagedTiers | None:
         """Return the one that serves a manager, or None."""
-        return next((tiers for tiers in self if tiers.serves(manager)), None)
+        return next((tiers for tiers in self if tiers.manager is manager and not tiers._closed), None)
 
     def close(self) -> None:
         """Leave all managers as they were."""

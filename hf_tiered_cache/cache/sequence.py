@@ -36,7 +36,7 @@ logger = logging.getLogger("hf_tiered_cache")
 _MOST_MODELS = 64
 """Maximum number of other models that a prompt without a match is looked up for, to explain the miss."""
 _STORE_AT = 64
-_STORE_GENERATED_AT = 512
+STORE_GENERATED_AT = 512
 _STORE_PROMPT_AT = 4096
 """Number of captured positions to store at once: after a prompt, of generated tokens, and within a prompt.
 
@@ -307,7 +307,7 @@ class SequenceState:
             self.recorder.crop(num_positions - request.text)
             return reasons.IMAGES
         prompt_is_whole, self._in_prompt = num_positions == 1 and self._in_prompt, num_positions > 1
-        threshold = _STORE_AT if prompt_is_whole else _STORE_GENERATED_AT if num_positions == 1 else _STORE_PROMPT_AT
+        threshold = _STORE_AT if prompt_is_whole else STORE_GENERATED_AT if num_positions == 1 else _STORE_PROMPT_AT
         if self.recorder.num_unsealed >= (HASH_TOKENS if self.approximate and not approximations else threshold):
             try:
                 self.recorder.seal()

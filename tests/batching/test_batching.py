@@ -206,7 +206,7 @@ def test_several_sequences_streams_and_stop_tokens(model, root, crowd):
                 assert lengths == list(range(1, expected[3].index(stop) + 2))
 
 
-@pytest.mark.parametrize(("limit", "value"), [("_STORE_GENERATED_AT", 32), ("_MOST_CAPTURED_BYTES", 1 << 16)])
+@pytest.mark.parametrize(("limit", "value"), [("STORE_GENERATED_AT", 32), ("_MOST_CAPTURED_BYTES", 1 << 16)])
 @pytest.mark.thin(2)
 def test_long_answers_are_stored_while_they_grow(model, store, monkeypatch, limit, value):
     monkeypatch.setattr(tiers, limit, value)

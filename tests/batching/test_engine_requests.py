@@ -146,7 +146,7 @@ def test_requests_are_counted_after_a_fault_of_this_library(stored, model, monke
     [
         (Engine, "write", reasons.NOT_WRITTEN),
         (lookups.Lookups, "_assemble", reasons.LOOKUP_FAILED),
-        (tiers.PagedTiers, "_is_placeable", reasons.NOT_IN_TIME),
+        (tiers.PagedTiers, "_place", reasons.NOT_IN_TIME),
     ],
 )
 def test_a_prompt_that_is_not_restored_has_a_reason(stored, model, monkeypatch, owner, part, reason):
