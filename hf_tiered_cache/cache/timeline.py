@@ -56,7 +56,7 @@ class Timeline:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(os.path.realpath(path))  # independent of later changes of the working directory
-        self._head = f"{_MARK.decode()}, {self._ids(0)}}},\n".encode()
+        self._head = f"[{_event('process_name', 'M', 0, {'name': 'hf_tiered_cache'})},\n".encode()
         try:
             if self.path.exists():
                 if not (self.path.is_file() and _MARK.startswith(_beginning(self.path))):  # blank after a full disk
@@ -69,23 +69,14 @@ class Timeline:
         except OSError as error:
             raise ConfigError(f"trace={str(path)!r} cannot be written ({error.strerror})") from None
         self._lock = threading.Lock()
-        self._lines: list[str] = []
+        self._lines = [_event("thread_name", "M", number, {"name": name}) for name, number in TRACKS.items()]
         self._ended = False  # whether the file could not be written
-        for name, number in TRACKS.items():
-            self._lines.append(
-                f'{{"name": "thread_name", "ph": "M", "args": {{"name": "{name}"}}, {self._ids(number)}}}'
-            )
-
-    @staticmethod
-    def _ids(track: int) -> str:
-        return f'"pid": {os.getpid()}, "tid": {track}'
 
     def add(self, name: str, track: str, began: float, ended: float, **details: Any) -> None:
         """Add an event to a track, one of `TRACKS`. Times are those of `time.perf_counter`."""
-        microseconds = f'"ts": {began * 1e6:.1f}, "dur": {(ended - began) * 1e6:.1f}'
-        event = f'{{"name": {json.dumps(name)}, "ph": "X", {microseconds}, {self._ids(TRACKS[track])}'
+        microseconds = {"ts": round(began * 1e6, 1), "dur": round((ended - began) * 1e6, 1)}
         with self._lock:
-            self._lines.append(f'{event}, "args": {json.dumps(details)}}}')
+            self._lines.append(_event(name, "X", TRACKS[track], details, **microseconds))
 
     def flush(self) -> None:
         """Append all events so far to the file."""
@@ -117,6 +108,11 @@ class Timeline:
     def watch(self, cache: StoredCache) -> None:
         """Trace all passes of a cache."""
         _CacheWatch(self, cache)
+
+
+def _event(name: str, phase: str, track: int, details: dict[str, Any], **times: float) -> str:
+    event = {"name": name, "ph": phase, "args": details, **times, "pid": os.getpid(), "tid": track}
+    return json.dumps(event)
 
 
 def _beginning(path: Path) -> bytes:
