@@ -195,7 +195,7 @@ class CacheState:
         self.sequence = sequence
         if self.options.record:
             self.store.register(sequence.recorder)
-            self._finish = weakref.finalize(cache, sequence.recorder.leave_to, self.store.writer)
+            self._finish = weakref.finalize(cache, self.store.writer.soon, sequence.recorder.finish)
 
     # --- between passes
 

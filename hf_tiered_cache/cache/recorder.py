@@ -22,7 +22,7 @@ from ..store.format import SegmentHeader, end_of_chain, segment_id
 from ..store.geometry import HASH_TOKENS, Geometry, LayerKV, block_groups
 from ..store.shape import SegmentShape, TokenTables
 from ..store.threads import RepairGuard
-from ..store.writer import KeptOnDevice, PendingSegment, Writer
+from ..store.writer import KeptOnDevice, PendingSegment
 from .captured import CapturedKV, SegmentTable
 from .request import DecodingCheck
 
@@ -286,16 +286,11 @@ class Recorder:
             twin._ancestors = list(self._ancestors)
             return twin
 
-    def leave_to(self, writer: Writer) -> None:
-        """Let the writer store what is left, after the cache was garbage collected.
-
-        Called by a finalizer: takes no lock and never waits.
-        """
-        self._is_collected = True
-        writer.soon(self.finish)
-
     def finish(self) -> bool:
-        """Store what is left, without waiting. Returns False, at once, while another thread uses the recorder."""
+        """Store what is left, without waiting, after the cache was collected or the store is closed.
+
+        Returns False, at once, while another thread uses the recorder.
+        """
         if not self._lock.acquire(blocking=False):
             return False
         try:

@@ -18,7 +18,8 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import groupby
 from typing import Protocol
 
@@ -285,66 +286,64 @@ class AttentionDistances:
             return LayerDistances.none(f"comparing attention failed: {error}")
 
 
+@dataclass(eq=False)
 class SampledPass:
     """Observer of one pass that keeps the queries of sampled positions, int64 `[n]`. See `AttentionDistances.begin`.
 
     Each sample represents `weight` positions. `sources` are the keys of the compared layers.
     """
 
-    def __init__(
-        self,
-        owner: AttentionDistances,
-        sources: Sequence[KeysOfLayer],
-        first: int,
-        stop: int,
-        pads: Sequence[int],
-        positions: np.ndarray,
-        weight: int,
-    ) -> None:
-        self._owner, self._sources = owner, sources
-        self._first, self._stop, self._pads = first, stop, pads
-        self._positions, self._weight = positions, weight
-        self._layers = {source.index for source in sources}
-        self._queries: dict[int, tuple[torch.Tensor, float | None]] = {}
-        self._places: dict[tuple[int, torch.device], torch.Tensor] = {}
+    owner: AttentionDistances
+    sources: Sequence[KeysOfLayer]
+    first: int
+    stop: int
+    pads: Sequence[int]
+    positions: np.ndarray
+    weight: int
+    _queries: dict[int, tuple[torch.Tensor, float | None]] = field(default_factory=dict)
+    _places: dict[tuple[int, torch.device], torch.Tensor] = field(default_factory=dict)
+
+    @cached_property
+    def layers(self) -> list[int]:
+        """Numbers of the compared layers."""
+        return [source.index for source in self.sources]
 
     def observe(self, layer: int, query: torch.Tensor, scaling: float | None) -> None:
         """Observe the queries of a layer, `[batch, heads, n, dim]`, rotated, with the scale of its logits, or None."""
         count, device = query.shape[2], query.device
-        if layer not in self._layers or count < self._stop - self._first:
+        if layer not in self.layers or count < self.stop - self.first:
             return  # queries of other tokens; `end` reports the layer as unseen
         if count > 1:
             if (count, device) not in self._places:
-                self._places[count, device] = to_device(self._positions - (self._stop - count), device)
+                self._places[count, device] = to_device(self.positions - (self.stop - count), device)
             query = query.index_select(2, self._places[count, device])
         self._queries[layer] = query, scaling
 
     def undo(self) -> None:
         """Discard the pass. Called when it has failed, possibly after `end`."""
-        self._owner.crop(int(self._positions[0]))
+        self.owner.crop(int(self.positions[0]))
 
     def end(self) -> None:
         """Count the pass. Called when it is complete and the cache holds what it computed."""
-        layers = tuple(source.index for source in self._sources)
-        if len(layers) < 2:
-            return self._owner.cannot_see("fewer than two layers attend to their whole context")
+        if len(layers := self.layers) < 2:
+            return self.owner.cannot_see("fewer than two layers attend to their whole context")
         if missing_layers := [layer for layer in layers if layer not in self._queries]:
-            return self._owner.cannot_see(
+            return self.owner.cannot_see(
                 f"the attention of layers {missing_layers} is not computed from queries and keys alone"
             )
-        if any(source.held < source.num_positions for source in self._sources):
-            return self._owner.cannot_see("layers hold only a part of their keys")
+        if any(source.held < source.num_positions for source in self.sources):
+            return self.owner.cannot_see("layers hold only a part of their keys")
         queries, scalings = zip(*(self._queries[layer] for layer in layers), strict=True)
-        keys = [source.keys for source in self._sources if source.keys is not None]
+        keys = [source.keys for source in self.sources if source.keys is not None]
         heads, kv_heads = queries[0].shape[1], keys[0].shape[1]
         fit = heads % kv_heads == 0 and all(
             query.shape[1] == heads and key.shape[1] == kv_heads and query.shape[::3] == key.shape[::3]
             for query, key in zip(queries, keys, strict=True)
         )
         if not fit:
-            return self._owner.cannot_see("the keys that layers hold are not the keys that their queries attend to")
-        weights = np.full(len(self._positions), self._weight)
-        return self._owner.take(SampledQueries(self._positions, weights, self._pads, queries, scalings))
+            return self.owner.cannot_see("the keys that layers hold are not the keys that their queries attend to")
+        weights = np.full(len(self.positions), self.weight)
+        return self.owner.take(SampledQueries(self.positions, weights, self.pads, queries, scalings))
 
 
 def _with_full_attention(sources: Sequence[KeysOfLayer]) -> list[KeysOfLayer]:
