@@ -42,13 +42,10 @@ _MOST_RESTORED_BYTES = 1 << 30
 
 
 class Lookups:
-    """Lookups of the requests of one engine.
+    """Lookups of the requests of one engine. After each, `wake` is called in any thread.
 
-    Args:
-        ahead_bytes: Maximum number of bytes that are fetched ahead for a request.
-        rotations: Rotations of the layers, or None if nothing is restored.
-        fingerprint: Fingerprint of the model with these rotations.
-        wake: Called after each lookup, in any thread.
+    Nothing is restored without `rotations`, or of a model with another fingerprint than theirs. At most `ahead_bytes`
+    bytes are fetched ahead for a request.
     """
 
     def __init__(
@@ -144,16 +141,10 @@ class Lookups:
         return None, reasons.DAMAGED
 
     def _assemble(self, request: BatchedRequest, plan: Plan, rotations: LayerRotations) -> PagedKV | None:
-        """Fetch what a plan restores after the tokens that the pages hold, and rotate its keys.
+        """Fetch what a plan of one row restores after the tokens that the pages hold, and rotate its keys.
 
-        The plan is of one row, and its layers compute exactly the suffix.
-
-        Returns:
-            The KV, or None if the request no longer waits. Layers with a sliding window begin where the suffix's view
-                begins.
-
-        Raises:
-            RestoreError: A block could not be fetched or is damaged.
+        Return None if the request no longer waits. Layers compute exactly the suffix; those with a sliding window begin
+        where its view begins. Raises RestoreError if a block could not be fetched or is damaged.
         """
         plan, devices = _without_beginning(plan, request.held), self._attachment.devices
         kv: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}

@@ -22,16 +22,11 @@ _JOINED_PASSES = 32
 
 
 class Packed(NamedTuple):
-    """Tokens of one request in a packed pass.
+    """Tokens of one request in a packed pass, in which requests follow each other without gaps."""
 
-    Args:
-        state: State of the request (transformers' `RequestState`).
-        first: Position of the first token.
-        num_tokens: Number of tokens. Requests follow each other in the pass without gaps.
-    """
-
-    state: Any
+    state: Any  # transformers' `RequestState`
     first: int
+    """Position of the first token."""
     num_tokens: int
 
 
@@ -72,9 +67,8 @@ class PackedKV:
 class GraphKV:
     """Unrotated KV of the latest pass of CUDA graphs, in tensors at fixed addresses: replaying runs no Python.
 
-    Keys have their biases, since a graph would go on to subtract those of the model's state when it was made.
-
-    `tokens` is the maximum number of tokens of a pass.
+    Keys have their biases, since a graph would go on to subtract those of the model's state when it was made. A pass
+    has at most `tokens` tokens.
     """
 
     def __init__(self, tokens: int) -> None:
@@ -84,8 +78,7 @@ class GraphKV:
     def copy(self, layer: int, captured: CapturedLayer) -> None:
         """Copy a layer. The first copy must not be a part of a graph, since it allocates the tensors.
 
-        Raises:
-            ValueError: The layer was copied with another layout before.
+        Raises ValueError if the layer was copied with another layout before.
         """
         kept = self._layers.get(layer)
         if kept is None:
@@ -108,12 +101,9 @@ class GraphKV:
 
 
 class PassCapture:
-    """Capture of the unrotated KV of one pass.
+    """Capture of the unrotated KV of one pass. It is copied to `graph_kv` if the pass becomes a CUDA graph.
 
-    Args:
-        tables: RoPE tables of the model.
-        windows: Sliding window of each layer in tokens; 0 for full attention.
-        graph_kv: Where to copy it if the pass becomes a CUDA graph.
+    `windows` are the sliding windows of the layers in tokens; 0 for full attention.
     """
 
     def __init__(self, tables: TableCache, windows: Sequence[int], graph_kv: GraphKV | None = None) -> None:

@@ -48,15 +48,10 @@ def check_method(method: Method) -> None:
 
 
 class PagedTiers(Listener):
-    """Store of one manager of continuous batching.
+    """Store of one manager of continuous batching, which `create` makes once the model was observed.
 
-    Args:
-        attachment: Attachment of the model, which must not run in continuous batching at the moment.
-        storage: Store from which KV is restored, and to which it is written.
-        method: Method that restores it, which `check_method` accepts.
-        options: Options of the lookups.
-        total: Collects the statistics of all requests.
-        create: Creates the manager, once the model was observed.
+    Until then, the model must not run in continuous batching. `check_method` accepts the method, and `total` collects
+    the statistics of all requests.
     """
 
     def __init__(

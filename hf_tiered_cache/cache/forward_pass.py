@@ -49,12 +49,9 @@ def kind_of(pre_rope: PreRopeKV, keys: torch.Tensor, values: torch.Tensor, windo
 
 
 class ForwardPass(Scope):
-    """Forward pass that computes all tokens it is given.
+    """Forward pass that computes all tokens it is given, which begin at position `first` of the sequence.
 
-    Args:
-        tables: Rotary tables shared by the passes of the model in its current state, or None.
-        recorder: Recorder of the computed KV, or None.
-        first: First position of the sequence that is computed.
+    The passes of the model in its current state share `tables`.
     """
 
     observer: SampledPass | None

@@ -49,13 +49,11 @@ class Recorder:
     runs the passes, but other threads may seal it between two passes.
 
     Args:
-        history: History of the tokens in the cache.
         submit: Takes the segments to be written.
         ttl: Lifetime of a segment in seconds, or None.
         enabled: Whether anything is recorded; if not, only the history is kept.
-        collector: Counts the stored tokens.
         model: Readable facts of the model (see `Identity.facts`), for the segment headers.
-        labels: Label of the user for all rows, or for each row.
+        labels: Label of the user for all rows, or for each row, also for these.
         check: Check of single-token passes; if one was not plain, the KV captured with it is dropped.
         weights_held: See `Identity.weights_held`.
         rank: Scores the tokens of a row's new segment by each layer's unrotated keys and values, `[heads, tokens,

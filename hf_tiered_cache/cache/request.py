@@ -231,12 +231,8 @@ def parse_request(
 ) -> Request | str:
     """Parse the arguments of a pass. Return the reason instead if its KV can neither be stored nor restored.
 
-    Args:
-        kwargs: All arguments of `forward` by name.
-        base: Number of positions that the cache holds already.
-        pads: Left padding of the rows, known from earlier passes; None for the first pass.
-        arguments: Their meaning for the model.
-        check: Takes the masks and positions of single-token passes, to be read later; if None, they are read at once.
+    The cache holds `base` positions already. `pads` is the left padding of the rows, None at the first pass. `check`
+    takes the masks and positions of single-token passes, to be read later; if None, they are read at once.
     """
     ids = kwargs.get("input_ids")
     if ids is None or ids.ndim != 2:

@@ -51,10 +51,7 @@ class SequenceState:
 
     Args:
         method: Method that restores KV, with calibrated settings filled in.
-        identity: Identity of the model at the first pass.
-        regime: Regime of its RoPE frequencies.
-        recorder: Recorder of computed KV, which holds the history of the tokens.
-        tables: Rotary tables of the model at the first pass.
+        identity, regime, tables: The model, its RoPE frequencies and its rotary tables at the first pass.
         segments: Tokens at which passages may begin, or None for any.
         selects: Whether a cache layer can attend to a part of what is restored.
         seconds_to_compute: Returns the seconds to compute a number of tokens, or None if they are not known.

@@ -58,11 +58,7 @@ class ComputedPrefix:
 
 
 class UnstoredPrefixes:
-    """First tokens that segments lack and that memory may hold.
-
-    Args:
-        residency: Memory tiers. They evict these blocks like others.
-    """
+    """First tokens that segments lack and that memory may hold. The memory tiers evict these blocks like others."""
 
     def __init__(self, residency: Residency) -> None:
         self._residency = residency

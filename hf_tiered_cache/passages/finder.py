@@ -42,13 +42,7 @@ class Seeds(NamedTuple):
 
 
 class _Run:
-    """Scan hashes, ascending, with the passage and part that each belongs to.
-
-    Args:
-        hashes: uint32 `[n]`, in any order.
-        passages: int32 `[n]`, passage number of each hash.
-        parts: int32 `[n]`, index of each hash within its passage.
-    """
+    """Scan hashes, uint32 `[n]`, ascending, with the passage and the part of it that each belongs to, int32 `[n]`."""
 
     def __init__(self, hashes: np.ndarray, passages: np.ndarray, parts: np.ndarray) -> None:
         order = np.argsort(hashes, kind="stable")

@@ -32,14 +32,9 @@ KV: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"
 
 
 def low_frequency_energy(tensor: torch.Tensor, alpha: float) -> torch.Tensor:
-    """Return the norm of each token, over all heads, after a low-pass filter along the tokens.
+    """Return the norm of each token, float32 `[tokens]`, over all heads, after a low-pass filter along the tokens.
 
-    Args:
-        tensor: `[heads, tokens, dim]`, keys before rotation or values.
-        alpha: Share of the frequencies that are low.
-
-    Returns:
-        float32 `[tokens]`.
+    The tensor, `[heads, tokens, dim]`, has keys before rotation or values; `alpha` is the share of low frequencies.
     """
     tokens = tensor.shape[1]
     spectrum = torch.fft.rfft(tensor.float(), dim=1)  # [heads, tokens // 2 + 1, dim]
@@ -49,14 +44,9 @@ def low_frequency_energy(tensor: torch.Tensor, alpha: float) -> torch.Tensor:
 
 
 def kv_deviation(stored: KV, computed: KV) -> torch.Tensor:
-    """Return how far each token's computed KV is from the stored KV, relative to it; keys and values count equally.
+    """Return how far each token's computed KV is from the stored KV, relative to it: float32 `[..., tokens]`.
 
-    Args:
-        stored: Keys and values, `[..., heads, tokens, dim]` each.
-        computed: The same tokens' keys and values with another context.
-
-    Returns:
-        float32 `[..., tokens]`.
+    Keys and values, `[..., heads, tokens, dim]` each, count equally.
     """
     squares = []
     for stored_tensor, computed_tensor in zip(stored, computed, strict=True):

@@ -87,11 +87,7 @@ ProbeAttention = Sequence[np.ndarray | None]
 
 
 class ProbeAttentionSum:
-    """Sum over layers of the attention of each row's query probe.
-
-    Args:
-        tokens: Number of probe tokens at the end of each row; 0 for a row without a probe.
-    """
+    """Sum over layers of the attention of each row's query probe: its last `tokens` tokens, 0 for a row without one."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self.tokens = tokens

@@ -56,10 +56,7 @@ class PassageReport:
     def add(self, groups: Sequence[RowGroup], base: int, pads: Sequence[int]) -> None:
         """Record what a pass restored. Discard earlier records of positions that it computes again.
 
-        Args:
-            groups: Row groups of the pass's plan.
-            base: Number of cached positions before the pass, left padding included.
-            pads: Left padding of each row.
+        The pass began after `base` positions, which include the left padding `pads` of each row.
         """
         for passage in self._passages:
             row_base = base - pads[passage.row]  # in the row's own tokens
