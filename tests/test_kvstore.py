@@ -162,7 +162,7 @@ def test_a_store_in_a_forked_process_says_what_to_do(model, tmp_path):
     with KVStore(tmp_path) as store:
         store.precompute(model, prompt(40), progress=False)
         store._storage._pid -= 1
-        for action in (lambda: TieredCache(model, store), lambda: store._storage.match([])):
+        for action in (lambda: TieredCache(model, store), lambda: store._storage.match([], 0, len, None)):
             with pytest.raises(StoreClosedError, match="forked"):
                 action()
         store._storage._pid += 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -114,13 +114,12 @@ class SequenceState:
         alike: dict[tuple[int, bytes], list[int]] = {}
         for row, pad in enumerate(history.pads):
             alike.setdefault((pad, whole_rows[row][pad:].tobytes()), []).append(row)
-        match = partial(
-            self.store.match, usable=self._usable_hashes, own_recorder=self.recorder, seconds=self.seconds_to_compute
-        )
         groups, restorable = [], ids.shape[1]
         for (pad, _), rows in alike.items():
             tokens, cached_hashes = whole_rows[rows[0]][pad:], max(0, base - pad) // HASH_TOKENS
-            matched = match(history.prefix_hashes_of(rows[0], tokens), cached_hashes)
+            hashes = history.prefix_hashes_of(rows[0], tokens)
+            usable, seconds = self._usable_hashes, self.seconds_to_compute
+            matched = self.store.match(hashes, cached_hashes, usable, self.recorder, seconds)
             pieces = [
                 SegmentSlice(reader, 0, run.num_hashes * HASH_TOKENS, run.start * HASH_TOKENS)
                 for run, reader in matched

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
-from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -152,10 +151,9 @@ class Storage:
     def match(
         self,
         prefix_hashes: list[bytes],
-        start: int = 0,
-        *,
-        usable: Callable[[SegmentShape], int] = attrgetter("whole_hashes"),
-        own_recorder: Recorder | None = None,
+        start: int,
+        usable: Callable[[SegmentShape], int],
+        own_recorder: Recorder,
         seconds: Seconds | None = None,
     ) -> list[tuple[MatchedRun, SegmentReader]]:
         """Return the longest stored prefix of a sequence from one of its hashes on: runs, and the open segments.
@@ -166,7 +164,7 @@ class Storage:
         Args:
             prefix_hashes: Prefix hashes of the sequence.
             start: Index of the first prefix hash to match; the cache holds what precedes it.
-            usable: Returns how many prefix hashes of a segment can be used; by default all that are stored completely.
+            usable: Returns how many prefix hashes of a segment can be used.
             own_recorder: Recorder of the cache that does the lookup; its KV is not stored first.
             seconds: Returns the time to compute a prompt, which bounds how long the remote is waited for, or None.
         """

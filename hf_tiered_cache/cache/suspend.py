@@ -186,7 +186,7 @@ def _replay(executor: Executor, cache: LayeredCache) -> CacheReplay | None:
 def _stored(storage: Storage, sequence: SequenceState) -> tuple[list[SegmentRow], int]:
     """Return the segments that a later lookup finds for the first row, and the number of tokens in them."""
     prefix_hashes, usable = sequence.history.prefix_hashes(0), sequence.method.usable_hashes
-    runs = [run for run, _ in storage.match(prefix_hashes, usable=usable, own_recorder=sequence.recorder)]
+    runs = [run for run, _ in storage.match(prefix_hashes, 0, usable, sequence.recorder)]
     return [run.row for run in runs], sum(run.num_hashes for run in runs) * HASH_TOKENS
 
 
