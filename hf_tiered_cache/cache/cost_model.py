@@ -265,7 +265,7 @@ def with_measured_settings(
         method = method.with_measured_budget(partial(quality_budget, storage, fingerprint))
         if method.selects:
             warn_of_loss(storage, fingerprint, method)
-    if isinstance(method, PrefixMethod) and can_recompute_prefix(attachment):
+    if isinstance(method, PrefixMethod) and (method.recompute == "auto" or can_recompute_prefix(attachment)):
         codec, likely_tokens = method.geometry.codec, max(tokens, _LIKELY_TOKENS)
         share = partial(_likely_ratio, storage, fingerprint, attachment, codec, likely_tokens)
         method = method.with_likely_recompute(share, attachment.depth)
@@ -273,9 +273,9 @@ def with_measured_settings(
 
 
 def _likely_ratio(storage: Storage, fingerprint: str, attachment: Attachment, codec: str, tokens: int) -> float:
-    """Return the fastest share of a prefix to recompute while the rest comes from disk; 0 if unmeasured."""
+    """Return the fastest share of a prefix to recompute while the rest comes from disk; 0 if unmeasured or unable."""
     costs = costs_of_codec(storage, fingerprint, attachment, codec, tokens)
-    if costs is None or TIERS[-1] not in costs.restore:
+    if costs is None or TIERS[-1] not in costs.restore or not can_recompute_prefix(attachment):
         return 0.0
     return idle_recompute_ratio(tokens, attachment.depth, costs, 1.0, HASH_TOKENS)
 

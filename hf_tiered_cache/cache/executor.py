@@ -216,10 +216,10 @@ class Executor(CacheState):
             end = self._pace.begin(self.attachment.model.device)
             output = self._run(cache, forward_pass, forward, request.kwargs)
             end(sequence.identity.fingerprint, request.ids.numel())
-            self._observe_costs(request, sequence, None, self._work_since(before))
+            self._observe_costs(request, sequence, None, before)
             return output, None
         output = self._run(cache, forward_pass, forward, request.only(plan.computed[0], plan.suffix is not None))
-        self._observe_costs(request, sequence, plan, self._work_since(before))
+        self._observe_costs(request, sequence, plan, before)
         self.restored = RestoredRun.of(forward_pass.plan, before.seconds)
         self._unstored = forward_pass.unstored
         if forward_pass.selection is not None and not forward_pass.selection.index_fits:
@@ -229,13 +229,13 @@ class Executor(CacheState):
     def _work_since(self, before: Work) -> Work:
         return Work.of(self.collector.stats).since(before)
 
-    def _observe_costs(self, request: Request, sequence: SequenceState, plan: Plan | None, work: Work) -> None:
-        """Correct the calibrated costs by the times of a prompt. A GPU's times are not known here."""
+    def _observe_costs(self, request: Request, sequence: SequenceState, plan: Plan | None, before: Work) -> None:
+        """Correct the calibrated costs by the times of a prompt since `before`. A GPU's times are not known here."""
         learns = self.conversation is not None or (isinstance(self.method, PrefixMethod) and self.method.calibrates)
         device = self.attachment.model.device
         if not learns or request.base or device.type != "cpu":
             return
-        tokens = request.num_positions if plan is None else plan.restored_until
+        work, tokens = self._work_since(before), request.num_positions if plan is None else plan.restored_until
         if (costs := costs_of(sequence, tokens)) is not None:
             ratios = observed_ratios(plan, tokens, costs, work)
             self.store.writer.later(partial(renew_costs, self.store, sequence.identity.fingerprint, device, ratios))
