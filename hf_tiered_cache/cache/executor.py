@@ -213,9 +213,9 @@ class Executor(CacheState):
         forward_pass = self._forward_pass(cache, request, sequence, plan)
         before = Work.of(self.collector.stats)
         if plan is None or not isinstance(forward_pass, RestoringForward):
-            end = self._pace.begin(self.attachment.model.device)
-            output = self._run(cache, forward_pass, forward, request.kwargs)
-            end(sequence.identity.fingerprint, request.ids.numel())
+            device, fingerprint = self.attachment.model.device, sequence.identity.fingerprint
+            with self._pace.measuring(device, fingerprint, request.ids.numel()):
+                output = self._run(cache, forward_pass, forward, request.kwargs)
             self._observe_costs(request, sequence, None, before)
             return output, None
         output = self._run(cache, forward_pass, forward, request.only(plan.computed[0], plan.suffix is not None))

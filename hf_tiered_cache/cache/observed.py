@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -42,25 +42,21 @@ class Pace:
         self._seconds: dict[str, float] = {}
         self._running: list[tuple[str, int, Callable[[], float | None]]] = []  # its time is None until a pass has ended
 
-    def begin(self, device: torch.device) -> Callable[[str, int], None]:
-        """Begin to measure a pass. The result is called when it has been started, with fingerprint and tokens."""
-        if device.type == "cuda":
-            begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            stream = torch.cuda.current_stream(device)
-            begun.record(stream)
-
-            def end(fingerprint: str, tokens: int) -> None:
-                ended.record(stream)
-                self._add(fingerprint, tokens, lambda: begun.elapsed_time(ended) / 1e3 if ended.query() else None)
-
-        else:
+    @contextmanager
+    def measuring(self, device: torch.device, fingerprint: str, tokens: int) -> Iterator[None]:
+        """Measure a pass of `tokens` tokens, which the body starts. On a GPU, it may end later."""
+        if device.type != "cuda":
             began = time.perf_counter()
-
-            def end(fingerprint: str, tokens: int) -> None:
-                took = time.perf_counter() - began
-                self._add(fingerprint, tokens, lambda: took)
-
-        return end
+            yield
+            took = time.perf_counter() - began
+            self._add(fingerprint, tokens, lambda: took)
+            return
+        begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        stream = torch.cuda.current_stream(device)
+        begun.record(stream)
+        yield
+        ended.record(stream)
+        self._add(fingerprint, tokens, lambda: begun.elapsed_time(ended) / 1e3 if ended.query() else None)
 
     def per_token(self, fingerprint: str) -> float | None:
         """Return the seconds to compute a token, or None if no long pass of the model has ended yet."""
