@@ -36,15 +36,17 @@ class Conversation:
         """Record as of the last acquisition or save; None if there is none."""
         self._storage = storage
         self._ownership = Ownership(conversation_id, storage.records)
-        self._take(over=True)
+        self.claim(over=True)
 
-    def claim(self) -> None:
+    def claim(self, over: bool = False) -> None:
         """Acquire the conversation's lock and reload its record, unless this cache holds the lock already.
 
-        Raises ConversationInUseError if another cache or process uses the conversation.
+        Raises ConversationInUseError if another process uses the conversation or, unless this one takes it `over`,
+        another cache.
         """
         if not self._ownership.held and self._storage.usable:
-            self._take(over=False)
+            self._ownership.take(over)
+            self.record = self._storage.conversations.read(self.id)
 
     def begin_pass(self, is_prompt: bool, is_empty: bool, ids: torch.Tensor | None) -> None:
         """Claim the conversation for a pass, unless the pass continues an answer, which is finished in any case.
@@ -62,10 +64,6 @@ class Conversation:
                 f"a cache with a conversation continues one prompt, not a batch of {len(ids)}; create a TieredCache "
                 "with its own conversation id for each prompt, and call generate() for each"
             )
-
-    def _take(self, over: bool) -> None:
-        self._ownership.take(over)
-        self.record = self._storage.conversations.read(self.id)
 
     def release(self) -> None:
         """Release the conversation's lock."""
