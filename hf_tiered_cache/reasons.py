@@ -79,6 +79,10 @@ NO_PASSAGES = (
     "passages of this model are stored, but none was found in the prompt; if the prompt contains their text, use "
     "build_prompt(), which tokenizes each passage separately"
 )
+ALL_COMPUTED = (
+    "stored passages were found in the prompt, but with this model the method computes all of their tokens; let it "
+    "compute a smaller share, or use another method"
+)
 SLOWER = (
     "restoring these tokens is expected to take longer than computing them, according to measurements on this "
     "machine; use Exact(recompute=0, decline=False) to restore them anyway"

@@ -141,8 +141,11 @@ class SequenceState:
         plan = Plan(base, num_positions, method.positions_to_compute(context), groups)
         if isinstance(method, Passages) and not plan.exact and (choice := method.deferred_choice(context)) is not None:
             plan = PassagesPlan(base, num_positions, plan.computed, groups, choice)
-        restores_nothing = not plan.restored_tokens and plan.computed[-1].shape[-1] == num_positions
-        return None if restores_nothing else plan
+        if plan.restored_tokens or plan.computed[-1].shape[-1] < num_positions:
+            return plan
+        if any(not piece.exact for group in groups for piece in group.pieces):
+            self._unusable_reason = self._unusable_reason or reasons.ALL_COMPUTED
+        return None
 
     def can_be_cut(self, request: Request) -> bool:
         """Return whether a prompt is computed in pieces, with the same KV as in a single pass."""

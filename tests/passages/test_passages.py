@@ -20,7 +20,7 @@ from reference import Remembering, kv_of
 from test_plans import SCALINGS
 from thorough import some
 
-from hf_tiered_cache import KVStore, TieredCache
+from hf_tiered_cache import KVStore, TieredCache, reasons
 from hf_tiered_cache.errors import ConfigError
 from hf_tiered_cache.methods import CacheBlend, CacheTune, Epic, Exact
 from hf_tiered_cache.passages.finder import PassageIndex, find_passages
@@ -224,6 +224,19 @@ def test_cacheblend_of_everything_is_full_recompute(store):
     ours, _ = ask(model, store, PROMPT, blend(recompute=1.0))
     full = model(input_ids=PROMPT, logits_to_keep=1).logits.detach()
     torch.testing.assert_close(ours, full, rtol=0, atol=1e-5 * float(full.abs().max()))
+
+
+@pytest.mark.parametrize(("layers", "method"), [(2, blend()), (2, blend(recompute=0.0)), (4, tune(recompute=1.0))])
+def test_a_method_that_computes_all_tokens_of_passages_says_so(layers, method, store, caplog):
+    """CacheBlend computes all tokens in two layers, and a model may have no more."""
+    model = build("qwen2", num_hidden_layers=layers)
+    fill(store, model, method=method)
+    for _ in range(2):
+        _, cache = ask(model, store, PROMPT, method)
+        assert (cache.stats.tokens_restored, cache.stats.reason) == (0, reasons.ALL_COMPUTED)
+    assert caplog.text.count(reasons.ALL_COMPUTED) == 1
+    _, cache = ask(model, store, PROMPT, epic())
+    assert cache.stats.tokens_restored > 0 and not cache.stats.reason
 
 
 def test_computing_everything_is_full_recompute(store):
