@@ -237,32 +237,38 @@ def send_segment(
 
     Returns None if other stores cannot use it. Raises FormatError if it is damaged, or OSError.
     """
-    source = _Source(local, segment_id)
-    if not is_shared(source.header):
+    _, beginning, file = local.open(segment_id, lambda _, page: decode_header(page)[0].blocks.offset)
+    header, num_hashes = decode_header(beginning[:HEADER_BYTES])
+    if not is_shared(header):
         return None
-    names = entry_names(source.chain) if is_found_by_prefix(source.header.provenance) else []
+    chain = beginning[HEADER_BYTES:][: num_hashes * HASH_BYTES]
+    names = entry_names(chain) if is_found_by_prefix(header.provenance) else []
     entries = find_entries(remote, names) if names else {}
     longest = entries.get(names[-1]) if names else None
     if longest is not None and longest.row.id != segment_id:
-        row, stop = longest.row, source.header.position + source.header.shape.tokens
-        if row.position <= source.header.position and row.position + row.tokens >= stop:  # it has all of the tokens
+        row, stop = longest.row, header.position + header.shape.tokens
+        if row.position <= header.position and row.position + row.tokens >= stop:  # it has all of the tokens
             if remote.find(row.id) is not None:  # a server may have dropped it and kept the entry
                 return Sent(names, 0)
             entries = {name: entry for name, entry in entries.items() if entry.row.id != row.id}
     is_there, is_damaged = _looked_at(remote, segment_id)
     if not is_there or is_damaged:
-        with remote.write(segment_id, source.header.file_bytes) as upload:
-            for offset, window in source.windows():
-                upload.write(window, offset)
+        with remote.write(segment_id, header.file_bytes) as upload:
+            upload.write(memoryview(beginning), 0)
+            memory = aligned_bytes(min(_WINDOW_BYTES, header.blocks.nbytes))
+            for offset in range(header.blocks.offset, header.file_bytes, _WINDOW_BYTES):
+                window = memory[: min(_WINDOW_BYTES, header.file_bytes - offset)]
+                local.read([ReadOp(file, offset, window)]).result()
+                upload.write(window.numpy().data.cast("B"), offset)
                 progress()
             with nullcontext() if is_damaged else suppress(FileExistsError):
                 upload.publish(replace=is_damaged)
-    content = encode_entry(source.beginning)
+    content = encode_entry(beginning)
     for name in names:
-        if name not in entries or entries[name].num_hashes < source.num_hashes:
+        if name not in entries or entries[name].num_hashes < num_hashes:
             remote.records.write(ENTRY, name, content)
             progress()
-    return Sent(names, 0 if is_there and not is_damaged else source.header.file_bytes)
+    return Sent(names, 0 if is_there and not is_damaged else header.file_bytes)
 
 
 def _looked_at(remote: ObjectBackend, segment_id: str) -> tuple[bool, bool]:
@@ -273,23 +279,3 @@ def _looked_at(remote: ObjectBackend, segment_id: str) -> tuple[bool, bool]:
         return False, False
     except FormatError as error:
         return True, not isinstance(error, NotOursError)
-
-
-class _Source:
-    """A segment of the local store, as it is sent: byte for byte. Raises FormatError if it is damaged, or OSError."""
-
-    def __init__(self, backend: SegmentBackend, segment_id: str) -> None:
-        self._backend = backend
-        _, self.beginning, self._file = backend.open(segment_id, lambda _, page: decode_header(page)[0].blocks.offset)
-        self.header, num_hashes = decode_header(self.beginning[:HEADER_BYTES])
-        self.num_hashes = num_hashes
-        self.chain = self.beginning[HEADER_BYTES:][: num_hashes * HASH_BYTES]
-
-    def windows(self) -> Iterator[tuple[int, memoryview]]:
-        """Yield all bytes with their offsets. Each window is valid until the next one is requested."""
-        yield 0, memoryview(self.beginning)
-        memory = aligned_bytes(min(_WINDOW_BYTES, self.header.blocks.nbytes))
-        for offset in range(self.header.blocks.offset, self.header.file_bytes, _WINDOW_BYTES):
-            window = memory[: min(_WINDOW_BYTES, self.header.file_bytes - offset)]
-            self._backend.read([ReadOp(self._file, offset, window)]).result()
-            yield offset, window.numpy().data.cast("B")
