@@ -6,7 +6,6 @@ import sqlite3
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -184,9 +183,9 @@ def head_of(store: Path | str, segment_id: str) -> Head:
     from ..store.segment import read_head
 
     if not scheme_of(store):
-        return read_head(partial(head_of_file, Path(store) / SEGMENT.folder / f"{segment_id}{SEGMENT_SUFFIX}"))
+        return read_head(head_of_file, Path(store) / SEGMENT.folder / f"{segment_id}{SEGMENT_SUFFIX}")
     with closing(open_place(str(store))) as place:
-        return read_head(partial(place.head, segment_id))
+        return read_head(place.head, segment_id)
 
 
 def unique_length(names: Iterable[str]) -> int:

@@ -274,7 +274,7 @@ def send_segment(
 def _looked_at(remote: ObjectBackend, segment_id: str) -> tuple[bool, bool]:
     """Return whether a remote has a segment, and whether its head is damaged or its end missing. Raises OSError."""
     try:
-        return True, read_head(partial(remote.head, segment_id)).header.id != segment_id
+        return True, read_head(remote.head, segment_id).header.id != segment_id
     except FileNotFoundError:
         return False, False
     except FormatError as error:

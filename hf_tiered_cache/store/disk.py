@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from math import inf
 from pathlib import Path
 from typing import TypeAlias
@@ -162,7 +161,7 @@ class SegmentStore(Space):
             entry = self.backend.find(segment_id)
             return entry is not None and entry.version == error.version
         try:
-            return read_head(partial(self.backend.head, segment_id), self.cipher).header.id != segment_id
+            return read_head(self.backend.head, segment_id, self.cipher).header.id != segment_id
         except NotOursError:
             return False
         except FormatError:
@@ -281,7 +280,7 @@ class SegmentStore(Space):
         """
         listed_row = self.index.row(segment_id)
         try:
-            header = read_head(partial(self.backend.head, segment_id), self.cipher).header
+            header = read_head(self.backend.head, segment_id, self.cipher).header
         except FileNotFoundError:
             return False
         except NotOursError:  # before its base class, of damaged files

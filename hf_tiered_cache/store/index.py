@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from operator import methodcaller
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
@@ -231,7 +230,7 @@ class Index:
     def confirm(self, segment_id: str) -> SegmentRow | None:
         """Return the row of a segment, read again if it differs from the file. Returns None without a row or file."""
         with suppress(FormatError, OSError, MemoryError):
-            head = read_head(partial(self._backend.head, segment_id))
+            head = read_head(self._backend.head, segment_id)
             row = self.row(segment_id)
             if row is not None and not self.check(row, head.header, head.chain):
                 row = self.row(segment_id)
@@ -257,9 +256,9 @@ class Index:
         """Read the row of a segment. Returns None, with a counter and a warning, if it is not readable."""
         where = self._backend.where(segment_id)
         try:
-            header, chain, _, nbytes, *_ = read_head(partial(self._backend.head, segment_id))
-            if header.id != segment_id:
-                raise FormatError(f"the header belongs to segment {header.id}")
+            head = read_head(self._backend.head, segment_id)
+            if head.header.id != segment_id:
+                raise FormatError(f"the header belongs to segment {head.header.id}")
         except NotOursError as error:
             self._note("newer_files", "newer", f"{where}: {error}")
         except FormatError as error:
@@ -274,7 +273,7 @@ class Index:
             self.unreadable[segment_id] = f"{where} cannot be read ({getattr(error, 'strerror', None) or error})"
             self._note("read_errors", "unreadable", self.unreadable[segment_id])
         else:
-            return SegmentRow.of(header, chain, nbytes), header.model
+            return SegmentRow.of(head.header, head.chain, head.nbytes), head.header.model
         return None
 
     # --- faults

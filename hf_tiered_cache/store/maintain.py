@@ -6,7 +6,6 @@ import os
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from tqdm.auto import tqdm
@@ -292,7 +291,7 @@ def _is_damaged(store: SegmentStore, segment_id: str) -> bool:
     """Return whether a segment is permanently unreadable, as opposed to another format or a temporary read error."""
     try:
         if store.backend.is_own(segment_id):
-            read_head(partial(store.backend.head, segment_id))
+            read_head(store.backend.head, segment_id)
     except (FormatError, OSError) as error:
         return isinstance(error, FormatError) and not isinstance(error, NotOursError)
     return False
@@ -319,7 +318,7 @@ def continuing(store: SegmentStore, rows: Collection[SegmentRow]) -> list[Segmen
         if row.id in ids or not row.position:
             continue
         with suppress(FormatError, OSError):
-            parent = read_head(partial(store.backend.head, row.id)).header.parent
+            parent = read_head(store.backend.head, row.id).header.parent
             if (row.fingerprint, parent) in ends:
                 continuing_rows.append(row)
                 ends |= {(row.fingerprint, end) for end in row.hashes}

@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import cached_property
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -44,10 +44,12 @@ class Head(NamedTuple):
     """Version of the file that was read (see `Stored`)."""
     guard: Guard | None
     """Guard of the blocks, or None if no cipher was given."""
+    file: EngineFile | None = None
+    """The open file, if it was opened to read blocks."""
 
 
-def read_head(fetch: Callable[[HeadLength], tuple[Stored, bytes]], cipher: Plain | None = None) -> Head:
-    """Read and check all content before the blocks. `fetch` is a backend's `head` for one segment.
+def read_head(read: Callable[[Any, HeadLength], tuple[Any, ...]], segment_id: Any, cipher: Plain | None = None) -> Head:
+    """Read and check all content before the blocks, with a backend's `head` or `open`, or with `head_of_file`.
 
     Without the store's cipher, the authenticity of the head is not checked. Raises OtherKeyError if only one of segment
     and store has a key, or both differ, FormatError if the segment is damaged or truncated, or OSError.
@@ -62,12 +64,12 @@ def read_head(fetch: Callable[[HeadLength], tuple[Stored, bytes]], cipher: Plain
         check_not_sparse(header.blocks.offset - HEADER_BYTES, stored)
         return header.blocks.offset
 
-    stored, head = fetch(length)
+    stored, head, *opened = read(segment_id, length)
     header, num_hashes, guard = decoded[-1]
     if guard is not None and header.seal is not None:
         check_tag(PREFIX, head, HEADER_BYTES, guard)
     header, chain, digests = decode_tables(header, num_hashes, head[HEADER_BYTES:])
-    return Head(header, chain, digests, stored.nbytes, stored.version, guard)
+    return Head(header, chain, digests, stored.nbytes, stored.version, guard, *opened)
 
 
 class SegmentReader:
@@ -77,19 +79,13 @@ class SegmentReader:
     """
 
     def __init__(self, backend: SegmentBackend, segment_id: str, verify: bool, cipher: Plain = _NO_KEY) -> None:
-        opened: list[EngineFile] = []
-
-        def fetch(length: HeadLength) -> tuple[Stored, bytes]:
-            stored, data, file = backend.open(segment_id, length)
-            opened.append(file)
-            return stored, data
-
-        head = read_head(fetch, cipher)
+        head = read_head(backend.open, segment_id, cipher)
+        assert head.file is not None
         self.header, self.chain, self.digests = head.header, head.chain, head.digests
         self.id, self.shape = self.header.id, self.header.shape
         if self.id != segment_id:
             raise FormatError(f"the header of {segment_id} belongs to segment {self.id}")
-        self.backend, self._file, self._version = backend, opened[0], head.version
+        self.backend, self._file, self._version = backend, head.file, head.version
         self._guard = head.guard if verify or self.header.seal is not None else None
         self.owners = tuple((self.id, number, content_of(table)) for number, table in enumerate(self.digests))
         """Keys of each KV cache group's blocks in memory. They include a content hash, not only the id."""

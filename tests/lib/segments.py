@@ -6,7 +6,6 @@ import hashlib
 import os
 import sys
 import time
-from functools import partial
 from pathlib import Path
 from textwrap import indent
 from typing import Any
@@ -90,7 +89,7 @@ def store_over(backend: SegmentBackend, *, verify: bool = True, cipher: Plain | 
 
 def read_file(path: Path, cipher: Plain | None = None) -> Head:
     """Read the header and tables of a file."""
-    return read_head(partial(head_of_file, path), cipher)
+    return read_head(head_of_file, path, cipher)
 
 
 def read_back(store: SegmentStore, segment_id: str) -> list[torch.Tensor]:
