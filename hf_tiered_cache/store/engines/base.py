@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import count
 from typing import NamedTuple, TypeVar
 
 from ...errors import StoreClosedError
@@ -104,59 +104,41 @@ def coalesce(ops: Sequence[ReadOp]) -> list[Call]:
 _CLOSED = "the store was closed during this operation; open it again"
 
 
-class Batch:
-    """Future of the bytes of a batch that several workers read. It resolves when the last worker is done."""
-
-    def __init__(self, workers: int) -> None:
-        self.future: Future[int] = Future()
-        self.future.set_running_or_notify_cancel()
-        self._left = self._undropped = workers
-        self._nbytes = 0
-        self._error: BaseException | None = None
-        self._lock = threading.Lock()
-
-    def run(self, work: Callable[[], int]) -> None:
-        """Run one worker's share, which returns the number of bytes read, and add its result to the batch."""
-        error: BaseException | None = None
-        nbytes = 0
-        try:
-            nbytes = work()
-        except BaseException as caught:
-            error = caught.with_traceback(None)  # its frames would keep the destinations alive
-        with self._lock:
-            self._nbytes += nbytes
-            self._error = self._error or error
-            self._left -= 1
-            last = self._left == 0
-        if last:
-            if not self._undropped:
-                self.future.set_exception(StoreClosedError(_CLOSED))
-            elif self._error is not None:
-                self.future.set_exception(self._error)
-            else:
-                self.future.set_result(self._nbytes)
-
-    def drop(self) -> None:
-        """Count a worker that the closed pool does not run. Those that have begun read everything."""
-        with self._lock:
-            self._undropped -= 1
-        self.run(lambda: 0)
-
-
 def in_threads(
     pool: ThreadPoolExecutor | DaemonPool, threads: int, reads: Sequence[_Read], run: Callable[[_Read], int]
 ) -> Future[int]:
-    """Run reads, each of which returns its bytes, in up to `threads` threads of a pool. Raises StoreClosedError."""
+    """Run reads, each of which returns its bytes, in up to `threads` threads of a pool. Raises StoreClosedError.
+
+    The future resolves when the last thread is done. A worker that a closed pool does not run leaves its reads to those
+    that have begun; if there are none, the future fails with StoreClosedError.
+    """
     queue = iter(reads)  # shared: next() on a list iterator is atomic, so fast workers take more
-    workers = max(1, min(threads, len(reads)))
-    batch = Batch(workers)
-    for number in range(workers):
-        try:
-            worker = pool.submit(batch.run, lambda: sum(map(run, queue)))
-        except RuntimeError as error:
-            if not number:
-                raise StoreClosedError(_CLOSED) from error
-            batch.drop()
+    workers: list[Future[int]] = []
+    try:
+        for _ in range(max(1, min(threads, len(reads)))):
+            workers.append(pool.submit(lambda: sum(map(run, queue))))
+    except RuntimeError as error:
+        if not workers:
+            raise StoreClosedError(_CLOSED) from error
+    batch: Future[int] = Future()
+    batch.set_running_or_notify_cancel()
+    numbers, last = count(1), len(workers)
+
+    def end(_: Future[int]) -> None:
+        if next(numbers) < last:  # atomic, and no lock that an interrupt could leave taken
+            return
+        ended = [worker for worker in workers if not worker.cancelled()]
+        workers.clear()  # they refer to this function
+        errors = [error for worker in ended if (error := worker.exception()) is not None]
+        for error in errors:
+            error.with_traceback(None)  # its frames would keep the destinations alive
+        if not ended:
+            batch.set_exception(StoreClosedError(_CLOSED))
+        elif errors:
+            batch.set_exception(errors[0])
         else:
-            worker.add_done_callback(lambda ended: batch.drop() if ended.cancelled() else None)
-    return batch.future
+            batch.set_result(sum(worker.result() for worker in ended))
+
+    for worker in list(workers):
+        worker.add_done_callback(end)
+    return batch
