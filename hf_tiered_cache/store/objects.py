@@ -15,7 +15,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, TypeVar
 
 import numpy as np
@@ -366,37 +366,22 @@ class ObjectRecords:
     def sync(self, kind: FileKind) -> None:
         pass  # `put_object` returns when an object is stored
 
-    def lock(self, kind: FileKind, name: str) -> ObjectLock | None:
+    def lock(self, kind: FileKind, name: str) -> ExitStack | None:
+        """Lock a name within this process until the returned object is closed or garbage-collected."""
         path = _object_name(kind, name)
         with self._changing:
             if path in self._locks:
                 return None
             self._locks[path] = b""
-        return ObjectLock(path, self._locks)
+        lock = ExitStack()
+        lock.callback(weakref.finalize(lock, self._locks.pop, path, None))
+        return lock
 
     def is_locked(self, kind: FileKind, name: str) -> bool:
         return _object_name(kind, name) in self._locks
 
-    def rewrite(self, lock: ObjectLock, kind: FileKind, name: str, content: bytes) -> None:
-        self._locks[lock.path] = content
-
-
-class ObjectLock:
-    """Lock of a name within this process. It is released when it is closed or garbage-collected."""
-
-    def __init__(self, path: str, locks: dict[str, bytes]) -> None:
-        self.path = path
-        self._release = weakref.finalize(self, locks.pop, path, None)
-
-    def close(self) -> None:
-        """Release the lock."""
-        self._release()
-
-    def __enter__(self) -> ObjectLock:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+    def rewrite(self, lock: ExitStack, kind: FileKind, name: str, content: bytes) -> None:
+        self._locks[_object_name(kind, name)] = content
 
 
 def _object_name(kind: FileKind, name: str) -> str:
