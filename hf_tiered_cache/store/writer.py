@@ -11,7 +11,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -51,7 +51,7 @@ class PendingSegment:
         objection: Function that is called before publication. It returns the reason why the KV must not be stored,
             or an empty string.
         refusal: Reason why the KV was refused, or an empty string.
-        done: One-shot event that is set when the segment was written or dropped.
+        done: True when the segment was written or dropped.
     """
 
     header: SegmentHeader
@@ -63,7 +63,7 @@ class PendingSegment:
     on_device: KeptOnDevice | None = None
     objection: Callable[[], str] = lambda: ""
     refusal: str = ""
-    done: OneShotEvent = field(default_factory=OneShotEvent)
+    done: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -101,7 +101,8 @@ class Writer:
         self._queue: queue.SimpleQueue[PendingSegment | Action | None] = queue.SimpleQueue()
         self._lock = threading.RLock()
         self._queue_bytes = queue_bytes
-        self._waiting_bytes = 0
+        self.queued_bytes = 0
+        """Size in bytes of the segments that are not written yet."""
         self._most_on_devices, self._on_devices = device_bytes, Counter[KeptOnDevice]()
         self._waiting: list[PendingSegment] = []  # in queue order, without the segment that is being written
         self._short = False  # whether a thread waits for GPU memory
@@ -133,7 +134,7 @@ class Writer:
                     raise StoreClosedError(f"{self._store.place} was closed")
                 if self._has_room(pending):
                     self._pending[pending.prefix_hashes[0]] = pending
-                    self._waiting_bytes += pending.nbytes
+                    self.queued_bytes += pending.nbytes
                     self._waiting.append(pending)
                     if pending.on_device is not None:
                         self._on_devices[pending.on_device] += 1
@@ -154,18 +155,13 @@ class Writer:
         pending.refused(pending)
 
     @property
-    def queued_bytes(self) -> int:
-        """Size in bytes of the segments that are not written yet."""
-        return self._waiting_bytes
-
-    @property
     def queued_device_bytes(self) -> int:
         """GPU memory in bytes that queued segments keep alive."""
         with self._lock:
             return sum(memory.nbytes for memory in self._on_devices)
 
     def _has_room(self, pending: PendingSegment) -> bool:
-        fits = not self._waiting_bytes or self._waiting_bytes + pending.nbytes <= self._queue_bytes
+        fits = not self.queued_bytes or self.queued_bytes + pending.nbytes <= self._queue_bytes
         return fits and self._has_device_room(pending)
 
     def _has_device_room(self, pending: PendingSegment) -> bool:
@@ -199,9 +195,9 @@ class Writer:
         Returns False, and nothing is queued, if the writer is closed or the queue has no room for `nbytes`.
         """
         with self._lock:
-            if self._closed or (nbytes and self._waiting_bytes + nbytes > self._queue_bytes):
+            if self._closed or (nbytes and self.queued_bytes + nbytes > self._queue_bytes):
                 return False
-            self._waiting_bytes += nbytes
+            self.queued_bytes += nbytes
             self._queue.put(partial(self._run_counted, action, nbytes) if nbytes else action)
             return True
 
@@ -210,7 +206,7 @@ class Writer:
             action()
         finally:
             with self._lock:
-                self._waiting_bytes -= nbytes
+                self.queued_bytes -= nbytes
 
     def soon(self, action: Action) -> None:
         """Queue an action without taking a lock, for finalizers. An action that returns False is run again."""
@@ -223,7 +219,7 @@ class Writer:
             pending_segments = [
                 self._pending[prefix_hash] for prefix_hash in prefix_hashes if prefix_hash in self._pending
             ]
-        if pending_segments and not self._wait(lambda: all(pending.done.is_set for pending in pending_segments)):
+        if pending_segments and not self._wait(lambda: all(pending.done for pending in pending_segments)):
             self._store.warn(
                 "stuck", "writing has stalled, and requests continue without the KV that waits to be written"
             )
@@ -317,9 +313,9 @@ class Writer:
             with self._lock:
                 if self._pending.get(pending.prefix_hashes[0]) is pending:
                     del self._pending[pending.prefix_hashes[0]]
-                self._waiting_bytes -= pending.nbytes
+                self.queued_bytes -= pending.nbytes
             self._leave_device(pending)
-            pending.done.set()
+            pending.done = True
 
     def _block_groups(self, pending: PendingSegment) -> Iterator[Group]:
         """Yield the KV cache groups of a segment, and note why it is refused, if it is."""

@@ -494,7 +494,7 @@ def test_what_cannot_wait_and_has_no_room_in_the_queue_is_dropped_and_counted(tm
     writing = Writer(store, queue_bytes=bound)
     for i in range(10):
         writing.submit(pending(f"s{i}", lambda _: refused.append(1)), wait=False)
-        assert writing._waiting_bytes <= bound
+        assert writing.queued_bytes <= bound
     hang.set()
     writing.close()
     assert len(refused) == store.counters.snapshot().dropped_writes == 7
