@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple, Protocol, cast
 
 from ..errors import ConfigError, unknown_name, with_type
@@ -210,7 +209,7 @@ def register_codec(codec: Codec) -> None:
 def make_codec(name: str) -> Codec:
     """Return the codec of a name. Raises ConfigError if there is none, or if `name` is a codec itself."""
     try:
-        return _codec(name)
+        return CODECS[name]
     except (KeyError, TypeError):  # unknown, or not a name at all
         if isinstance(name, str):
             raise ConfigError(f"{unknown_name('codec', name, CODECS)}. Another package may register more") from None
@@ -221,12 +220,6 @@ def make_codec(name: str) -> Codec:
             advice += f", codec={name.name!r}" if isinstance(getattr(name, "name", None), str) else ""
         names = ", ".join(CODECS)
         raise ConfigError(f"codec must be a name, one of {names}, not {with_type(name)}{advice}") from None
-
-
-@lru_cache
-def _codec(name: str) -> Codec:
-    """Return `CODECS[name]`, which is looked up for each tensor of each block group."""
-    return CODECS[name]
 
 
 def merged_codec(name: str) -> Codec:
