@@ -150,24 +150,19 @@ def _lay_out(header: SegmentHeader, num_hashes: int, scan_bytes: int, tables_byt
 
 def encode_head(header: SegmentHeader, prefix_hashes: list[bytes], digests: np.ndarray, guard: Guard) -> bytes:
     """Encode all data before the blocks, given a header of `lay_out` and digests, `DIGEST_DTYPE` `[blocks]`."""
-    data = {
+    _check_provenance(header)
+    contents = {
         "chain": b"".join(prefix_hashes),
         "digests": digests.tobytes(),
         "scan": header.scan_hashes,
         "tables": _encode_tables(header.shape.tables),
     }
-    fields: dict[str, Any] = {}
-    for name, content in data.items():
+    placed = {}
+    for name, content in contents.items():
         section = getattr(header, name)
-        data[name] = content.ljust(section.nbytes, b"\0")
-        fields[name] = replace(section, digest=xxh3(data[name]))
-    page = _encode_page(replace(header, **fields), len(prefix_hashes))
-    return finish_head(PREFIX, page + b"".join(data.values()), HEADER_BYTES, guard)
-
-
-def _encode_page(header: SegmentHeader, num_hashes: int) -> bytearray:
-    """Encode the header page, with zeros for checksum and tag."""
-    _check_provenance(header)
+        contents[name] = content.ljust(section.nbytes, b"\0")
+        placed[name] = section.offset, section.nbytes, xxh3(contents[name])
+    placed["blocks"] = header.blocks.offset, header.blocks.nbytes, 0
     data: dict[str, Any] = {
         "id": header.id,
         "fingerprint": header.fingerprint,
@@ -175,12 +170,12 @@ def _encode_page(header: SegmentHeader, num_hashes: int) -> bytearray:
         "tokens": header.shape.tokens,
         "position": header.position,
         "parent": header.parent.hex(),
-        "links": num_hashes,
+        "links": len(prefix_hashes),
         "geometry": header.shape.geometry.to_json(),
         "layout": header.shape.layout.to_json(),
         "created": header.created,
         "expires": header.expires,
-        "sections": {name: [s.offset, s.nbytes, s.digest] for name, s in sections(header).items()},
+        "sections": placed,
     }
     if header.seal is not None:
         data["cipher"] = header.seal.to_json()
@@ -189,8 +184,8 @@ def _encode_page(header: SegmentHeader, num_hashes: int) -> bytearray:
     if len(page_json) > room:
         raise FormatError(f"a header of {len(page_json)} bytes does not fit into its page of {HEADER_BYTES}")
     version = FORMAT_VERSION if header.shape.layout.unbiased else OLDEST_VERSION
-    page = bytearray(PREFIX.pack(MAGIC, version, len(page_json), 0) + page_json)
-    return page.ljust(HEADER_BYTES, b"\0")
+    page = bytearray(PREFIX.pack(MAGIC, version, len(page_json), 0) + page_json).ljust(HEADER_BYTES, b"\0")
+    return finish_head(PREFIX, page + b"".join(contents.values()), HEADER_BYTES, guard)
 
 
 def _with_names(data: dict[str, Any], header: SegmentHeader, room: int) -> bytes:
@@ -217,7 +212,35 @@ def decode_header(page: bytes) -> tuple[SegmentHeader, int]:
     """Decode the first page of a file to the header and the number of prefix hashes. Raises FormatError."""
     page_json = _json_of(page)
     with decoding("the header cannot be read"):
-        header, num_hashes = _header_of(page_json)
+        if len(re.findall(rb"[\[{]", re.sub(rb'"(?:[^"\\]|\\.)*"', b"", page_json))) > _MOST_BRACKETS:
+            raise FormatError("the header is nested too deeply")
+        data = json.loads(page_json)
+        tokens, num_hashes = whole(data["tokens"], 1, _MOST_TOKENS), whole(data["links"], 1, _MOST_TOKENS)
+        if tokens != num_hashes * HASH_TOKENS:
+            raise FormatError(f"{num_hashes} prefix hashes do not cover {tokens} tokens")
+        layout, geometry = KVLayout.from_json(data["layout"]), Geometry.from_json(data["geometry"])
+        shape = SegmentShape(layout, geometry, tokens)
+        expires = data["expires"]
+        header = SegmentHeader(
+            id=hexadecimal(data["id"]),
+            fingerprint=text(data["fingerprint"]),
+            shape=shape,
+            parent=bytes.fromhex(hexadecimal(data["parent"])),
+            position=whole(data["position"], 0, _MOST_POSITION),
+            created=seconds(data["created"]),
+            provenance=text(data["provenance"]),
+            expires=None if expires is None else seconds(expires),
+            model={str(name): str(value) for name, value in dict(data.get("model") or {}).items()},
+            label=str(data.get("label") or ""),
+            seal=Seal.of(data),
+        )
+        placed: dict[str, Any] = {
+            name: Section(*(whole(number, 0, 1 << 64) for number in section))
+            for name, section in data["sections"].items()
+            if name in _SECTIONS
+        }
+        header = replace(header, **placed)
+        _check_provenance(header)
         _check_sections(header, num_hashes)
     return header, num_hashes
 
@@ -250,40 +273,6 @@ def _check_sections(header: SegmentHeader, num_hashes: int) -> None:
         if section.offset != end or section.nbytes > getattr(most, name).nbytes:
             raise FormatError("the header's offsets do not match its geometry")
         end += section.nbytes
-
-
-def _header_of(page_json: bytes) -> tuple[SegmentHeader, int]:
-    """Decode header and number of prefix hashes from the page's JSON. Any exception means that the JSON is invalid."""
-    if len(re.findall(rb"[\[{]", re.sub(rb'"(?:[^"\\]|\\.)*"', b"", page_json))) > _MOST_BRACKETS:
-        raise FormatError("the header is nested too deeply")
-    data = json.loads(page_json)
-    tokens, num_hashes = whole(data["tokens"], 1, _MOST_TOKENS), whole(data["links"], 1, _MOST_TOKENS)
-    if tokens != num_hashes * HASH_TOKENS:
-        raise FormatError(f"{num_hashes} prefix hashes do not cover {tokens} tokens")
-    layout, geometry = KVLayout.from_json(data["layout"]), Geometry.from_json(data["geometry"])
-    shape = SegmentShape(layout, geometry, tokens)
-    expires = data["expires"]
-    header = SegmentHeader(
-        id=hexadecimal(data["id"]),
-        fingerprint=text(data["fingerprint"]),
-        shape=shape,
-        parent=bytes.fromhex(hexadecimal(data["parent"])),
-        position=whole(data["position"], 0, _MOST_POSITION),
-        created=seconds(data["created"]),
-        provenance=text(data["provenance"]),
-        expires=None if expires is None else seconds(expires),
-        model={str(name): str(value) for name, value in dict(data.get("model") or {}).items()},
-        label=str(data.get("label") or ""),
-        seal=Seal.of(data),
-    )
-    placed: dict[str, Any] = {
-        name: Section(*(whole(number, 0, 1 << 64) for number in section))
-        for name, section in data["sections"].items()
-        if name in _SECTIONS
-    }
-    header = replace(header, **placed)
-    _check_provenance(header)
-    return header, num_hashes
 
 
 def _check_provenance(header: SegmentHeader) -> None:
