@@ -142,20 +142,30 @@ class Sidecars:
         name = f"{reader.id}.{kind}"
         if SIDECAR.names.fullmatch(name) is None:
             raise ValueError(f"{kind!r} is not a valid kind of sidecar")
-        places = tuple(_Place(key, value.dtype, tuple(value.shape)) for key, value in arrays.items())
-        if odd := {place.dtype for place in places} - set(_dtypes().values()):
+        if odd := {array.dtype for array in arrays.values()} - set(_dtypes().values()):
             raise ValueError(f"arrays of {odd} are not supported in sidecars")
         if not self._backend.writable:
             self._faults.counters.add("dropped_writes")
             return False
         seal = self._cipher.new_seal()
-        head = _Head(reader.id, _content_of(reader), kind, _text(facts), places, seal, np.empty(0, DIGEST_DTYPE))
-        blocks, text, guard = _pack(head.nbytes, arrays.values()), _encode_json(head), self._cipher.guard(seal)
-        head_bytes = _head_bytes(len(text), head.nbytes)
+        guard, nbytes = self._cipher.guard(seal), sum(aligned(a.nbytes, _ARRAY_ALIGNMENT) for a in arrays.values())
+        blocks = _pack(nbytes, arrays.values())
+        data = {
+            "segment": reader.id,
+            "content": _content_of(reader),
+            "kind": kind,
+            "facts": json.loads(_text(facts)),
+            "arrays": [[key, str(a.dtype).removeprefix("torch."), list(a.shape)] for key, a in arrays.items()],
+        }
+        text = _text(data | ({} if seal is None else {"cipher": seal.to_json()})).encode()
+        if len(text) > _MOST_JSON:
+            raise ValueError(f"names and facts of {len(text)} bytes exceed the limit of {_MOST_JSON}")
+        head_bytes = _head_bytes(len(text), nbytes)
         try:
             with self._reserved(name, head_bytes + blocks.numel(), {reader.id}) as upload:
                 digests = write_blocks(upload, head_bytes, guard, 0, blocks)
-                upload.write(memoryview(_encode_head(text, head.nbytes, digests, guard)), 0)
+                head = bytearray(PREFIX.pack(MAGIC, FORMAT_VERSION, len(text), nbytes, 0) + text + digests.tobytes())
+                upload.write(memoryview(finish_head(PREFIX, head.ljust(head_bytes, b"\0"), head_bytes, guard)), 0)
                 if not reader.is_current():
                     return False
                 upload.publish(True)
@@ -301,9 +311,8 @@ def _pack(nbytes: int, arrays: Iterable[torch.Tensor]) -> torch.Tensor:
     count, block_bytes = _blocks(nbytes)
     data, offset = torch.zeros(count * block_bytes, dtype=torch.uint8), 0
     for array in arrays:
-        size = array.numel() * array.dtype.itemsize
-        data[offset : offset + size].view(array.dtype).copy_(array.detach().reshape(-1))
-        offset += aligned(size, _ARRAY_ALIGNMENT)
+        data[offset : offset + array.nbytes].view(array.dtype).copy_(array.detach().reshape(-1))
+        offset += aligned(array.nbytes, _ARRAY_ALIGNMENT)
     return data.view(count, block_bytes)
 
 
@@ -326,29 +335,8 @@ def _length(stored: Stored, page: bytes) -> int:
     return head_bytes
 
 
-def _encode_json(head: _Head) -> bytes:
-    """Encode the JSON of a header. Raises ValueError if it is too long."""
-    data = {
-        "segment": head.segment,
-        "content": head.content,
-        "kind": head.kind,
-        "facts": json.loads(head.facts),
-        "arrays": [[a.name, str(a.dtype).removeprefix("torch."), list(a.shape)] for a in head.arrays],
-    }
-    text = _text(data | ({} if head.seal is None else {"cipher": head.seal.to_json()})).encode()
-    if len(text) > _MOST_JSON:
-        raise ValueError(f"names and facts of {len(text)} bytes exceed the limit of {_MOST_JSON}")
-    return text
-
-
-def _encode_head(text: bytes, nbytes: int, digests: np.ndarray, guard: Guard) -> bytes:
-    head = bytearray(PREFIX.pack(MAGIC, FORMAT_VERSION, len(text), nbytes, 0) + text + digests.tobytes())
-    size = _head_bytes(len(text), nbytes)
-    return finish_head(PREFIX, head.ljust(size, b"\0"), size, guard)
-
-
 def _decode_head(data: bytes) -> _Head:
-    """Decode a header. Raises FormatError, also for content that `_encode_head` would not have written."""
+    """Decode a header. Raises FormatError, also for content that `Sidecars.keep` would not have written."""
     json_bytes, nbytes, _ = parse_prefix(PREFIX, data, MAGIC, FORMAT_VERSION)
     if len(data) != _head_bytes(json_bytes, nbytes):
         raise FormatError("the data before the blocks is truncated")
