@@ -49,6 +49,8 @@ class WriteBack:
         sent: Callable[[Sequence[str]], None],
     ) -> None:
         self._remote, self._disk, self._write, self._count, self._sent = remote, disk, write, count, sent
+        self.changes_remote = write != "never"
+        """False if this store only reads the remote, and leaves what is in it to others."""
         self._breaker = Breaker()
         self._pool = DaemonPool(1, "hf-tiered-remote")
         self._waiting: dict[str, object] = {}  # the offer of each segment that waits, which only its own `_send` takes
@@ -59,11 +61,6 @@ class WriteBack:
         self._progress = Progress()
         self._lock = threading.Lock()
         self._ended = False
-
-    @property
-    def changes_remote(self) -> bool:
-        """False if this store only reads the remote, and leaves what is in it to others."""
-        return self._write != "never"
 
     @property
     def queued(self) -> int:

@@ -213,13 +213,8 @@ class Records(Generic[R]):
 
     record: type[R]
 
-    @property
-    def kind(self) -> FileKind:
-        """Kind of the files."""
-        return self.record.kind
-
     def __init__(self, files: RecordFiles) -> None:
-        self.files, self._warn = files, Notices().warn
+        self.files, self.kind, self._warn = files, self.record.kind, Notices().warn
 
     def load(self, name: str) -> R:
         """Read the record in a file. Raises OSError or FormatError."""
@@ -377,6 +372,10 @@ class Calibrations:
 
     def __init__(self, files: RecordFiles) -> None:
         self.files, self._warn = files, Notices().warn
+        self._where = files.where(CALIBRATIONS, CALIBRATIONS_NAME)
+        self._advice = (
+            f"{self._where} is damaged, or of another program, and is not used; move it elsewhere, and calibrate again"
+        )
         self._loaded: tuple[Hashable, dict[str, list[dict[str, Any]]]] = None, {}
         """Version of the file, and its records: one attribute, since several threads may load them."""
 
@@ -405,16 +404,6 @@ class Calibrations:
         except OSError as error:
             raise StoreError(f"{self._where} cannot be read ({error.strerror}); check the disk") from error
         raise StoreError(self._advice)
-
-    @property
-    def _where(self) -> Path | str:
-        return self.files.where(CALIBRATIONS, CALIBRATIONS_NAME)
-
-    @property
-    def _advice(self) -> str:
-        return (
-            f"{self._where} is damaged, or of another program, and is not used; move it elsewhere, and calibrate again"
-        )
 
     def write(self, name: str, records: Sequence[dict[str, Any]]) -> None:
         """Replace the records of a name. The caller holds the store's lock. Raises OSError."""

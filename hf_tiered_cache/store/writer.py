@@ -141,7 +141,7 @@ class Writer:
                     self._queue.put(pending)
                     return
                 self._short = not self._has_device_room(pending)
-            if self._short and self._is_here():
+            if self._short and threading.current_thread() is self._thread:
                 self._relieve()
                 wait = True  # in the writer thread, `_wait` only checks again
             if not wait or not self._wait(lambda: self._closed or self._has_room(pending)):
@@ -167,9 +167,6 @@ class Writer:
     def _has_device_room(self, pending: PendingSegment) -> bool:
         needed, used = pending.on_device, self.queued_device_bytes
         return needed is None or needed in self._on_devices or not used or used + needed.nbytes <= self._most_on_devices
-
-    def _is_here(self) -> bool:
-        return threading.current_thread() is self._thread
 
     def _relieve(self) -> None:
         """Copy KV of queued segments to host memory. Runs in the writer thread, so requests are not delayed."""
@@ -254,7 +251,7 @@ class Writer:
 
         Requests wait for `_PATIENCE_SECONDS`, and after a timeout not until the writer makes progress again.
         """
-        if os.getpid() != self._pid or self._is_here() or (self._stuck and patience is None):
+        if os.getpid() != self._pid or threading.current_thread() is self._thread or (self._stuck and patience is None):
             return condition()
         holds = self._progress.wait(condition, _PATIENCE_SECONDS if patience is None else patience)
         if not holds:
