@@ -18,7 +18,7 @@ from . import hashes_of
 from .codecs import checked_encode
 from .disk import SegmentStore, Written
 from .format import SegmentHeader, end_of_chain, segment_id
-from .geometry import HASH_TOKENS, BlockGroup, Geometry, Part, block_groups
+from .geometry import HASH_TOKENS, BlockGroup, Geometry, Part, TensorName, block_groups
 from .lazy import torch
 from .pairs import TOWARD, angle, encode, retained
 from .segment import SegmentReader
@@ -77,27 +77,23 @@ def join_segments(
 
 
 def pair_angles(
-    readers: Sequence[SegmentReader],
-    pair: tuple[int, int],
-    tokens: np.ndarray,
-    blocks_of: BlocksOf = SegmentReader.blocks,
+    readers: Sequence[SegmentReader], pair: tuple[int, int], tokens: np.ndarray, blocks_of: BlocksOf
 ) -> torch.Tensor:
     """Compute the angles between two layers' keys, and values, in radians: float32 `[key heads + value heads, n]`.
 
     Both layers have full attention. Tokens are int64 `[n]`, ascending, relative to the first one of the chain. For the
     other arguments see `join_segments`.
     """
-    pieces, hashes = _chain(readers)
-    cut = readers[0].shape
-    shape = SegmentShape(cut.layout, replace(cut.geometry, layers_per_block=1, pairs=()), len(hashes) * HASH_TOKENS)
-    join, parts = _Join(pieces, shape, blocks_of), dict[int, list[Part]]()
-    for group in shape.block_groups:
-        for part in group.parts if not group.identifies else ():
-            parts.setdefault(part.layer, []).append(part)
+    join = _Join(_chain(readers)[0], readers[0].shape, blocks_of)
+    runs = [tokens[at : at + _RUN] for at in range(0, len(tokens), _RUN)]
+    first, other = pair
+    layer_kv = readers[0].shape.layout.layer(first)
+    tensors: tuple[TensorName, ...] = ("key", "value")
     angles = []
-    for both in zip(*(parts[layer] for layer in pair), strict=True):
-        runs = [tokens[at : at + _RUN] for at in range(0, len(tokens), _RUN)]
-        angles.append(torch.cat([angle(*(join.numbers(part, run) for part in both)) for run in runs], dim=1))
+    for tensor in tensors:
+        part = Part(first, tensor, 0, layer_kv.heads(tensor), layer_kv.dim(tensor), ())
+        both = part, replace(part, layer=other)
+        angles.append(torch.cat([angle(*(join.numbers(target, run) for target in both)) for run in runs], dim=1))
     return torch.cat(angles)
 
 
