@@ -8,7 +8,6 @@ import queue
 import threading
 import time
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -103,10 +102,9 @@ class Writer:
         self._queue_bytes = queue_bytes
         self.queued_bytes = 0
         """Size in bytes of the segments that are not written yet."""
-        self._most_on_devices, self._on_devices = device_bytes, Counter[KeptOnDevice]()
-        self._waiting: list[PendingSegment] = []  # in queue order, without the segment that is being written
+        self._most_on_devices = device_bytes
+        self._pending: list[PendingSegment] = []  # in queue order; the first one may be being written
         self._short = False  # whether a thread waits for GPU memory
-        self._pending: dict[bytes, PendingSegment] = {}
         self._closed = False
         self._ended = OneShotEvent()
         self._progress = Progress()
@@ -133,11 +131,8 @@ class Writer:
                 if self._closed:
                     raise StoreClosedError(f"{self._store.place} was closed")
                 if self._has_room(pending):
-                    self._pending[pending.prefix_hashes[0]] = pending
                     self.queued_bytes += pending.nbytes
-                    self._waiting.append(pending)
-                    if pending.on_device is not None:
-                        self._on_devices[pending.on_device] += 1
+                    self._pending.append(pending)
                     self._queue.put(pending)
                     return
                 self._short = not self._has_device_room(pending)
@@ -157,34 +152,30 @@ class Writer:
     @property
     def queued_device_bytes(self) -> int:
         """GPU memory in bytes that queued segments keep alive."""
+        return sum(memory.nbytes for memory in self._on_devices())
+
+    def _on_devices(self) -> set[KeptOnDevice]:
         with self._lock:
-            return sum(memory.nbytes for memory in self._on_devices)
+            return {memory for pending in self._pending if (memory := pending.on_device) is not None}
 
     def _has_room(self, pending: PendingSegment) -> bool:
         fits = not self.queued_bytes or self.queued_bytes + pending.nbytes <= self._queue_bytes
         return fits and self._has_device_room(pending)
 
     def _has_device_room(self, pending: PendingSegment) -> bool:
-        needed, used = pending.on_device, self.queued_device_bytes
-        return needed is None or needed in self._on_devices or not used or used + needed.nbytes <= self._most_on_devices
+        needed, kept = pending.on_device, self._on_devices()
+        used = sum(memory.nbytes for memory in kept)
+        return needed is None or needed in kept or not used or used + needed.nbytes <= self._most_on_devices
 
     def _relieve(self) -> None:
         """Copy KV of queued segments to host memory. Runs in the writer thread, so requests are not delayed."""
         self._short = False
-        for pending in list(self._waiting):
+        for pending in list(self._pending):
             if pending.on_device is not None:
                 with suppress(Exception):  # it fails again, and is counted, when it is written
                     pending.block_groups = partial(iter, _kept(pending.block_groups()))
-                    self._leave_device(pending)
+                    pending.on_device = None
                 self._step()
-
-    def _leave_device(self, pending: PendingSegment) -> None:
-        """Stop counting the GPU memory of a segment."""
-        with self._lock:
-            memory, pending.on_device = pending.on_device, None
-            if memory is not None:
-                self._on_devices[memory] -= 1
-                self._on_devices += Counter()  # removes entries with a count of 0
 
     def later(self, action: Action, nbytes: int = 0) -> bool:
         """Queue a short action after the items in the queue. It keeps `nbytes` in memory until it has run.
@@ -213,9 +204,8 @@ class Writer:
     def wait_for(self, prefix_hashes: Iterable[bytes]) -> None:
         """Wait until queued segments with one of `prefix_hashes` as first hash are written, or the writer is stuck."""
         with self._lock:
-            pending_segments = [
-                self._pending[prefix_hash] for prefix_hash in prefix_hashes if prefix_hash in self._pending
-            ]
+            firsts = set(prefix_hashes) if self._pending else ()
+            pending_segments = [pending for pending in self._pending if pending.prefix_hashes[0] in firsts]
         if pending_segments and not self._wait(lambda: all(pending.done for pending in pending_segments)):
             self._store.warn(
                 "stuck", "writing has stalled, and requests continue without the KV that waits to be written"
@@ -298,8 +288,6 @@ class Writer:
 
     def _write(self, pending: PendingSegment) -> None:
         stored = False
-        with self._lock:
-            self._waiting.remove(pending)
         try:
             stored = self._store.publish(
                 pending.header, pending.prefix_hashes, self._block_groups(pending), pending.ancestors, pending.written
@@ -308,11 +296,9 @@ class Writer:
             if not stored:
                 pending.refused(pending)
             with self._lock:
-                if self._pending.get(pending.prefix_hashes[0]) is pending:
-                    del self._pending[pending.prefix_hashes[0]]
+                self._pending.remove(pending)
                 self.queued_bytes -= pending.nbytes
-            self._leave_device(pending)
-            pending.done = True
+            pending.on_device, pending.done = None, True
 
     def _block_groups(self, pending: PendingSegment) -> Iterator[Group]:
         """Yield the KV cache groups of a segment, and note why it is refused, if it is."""
@@ -324,7 +310,7 @@ class Writer:
                 if self._short or self.queued_device_bytes > self._most_on_devices:
                     if pending.on_device is not None:
                         groups, pending.block_groups = iter(_kept(groups)), partial(iter, ())
-                        self._leave_device(pending)
+                        pending.on_device = None
                     self._relieve()
             if reason := pending.objection():
                 raise KVRefusedError(reason)

@@ -147,7 +147,7 @@ def test_what_waits_behind_a_slow_disk_keeps_within_its_memory_and_is_whole(tmp_
 
     for seed in "abc":
         submit(seed)
-    until(lambda: len(writing._waiting) == 2)  # the first is being written
+    until(lambda: writing._queue.qsize() == 2)  # the first is being written
     waiting = threading.Thread(target=submit, args=["d"], daemon=True)
     waiting.start()
     until(lambda: writing._short)
