@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import sys
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING
 
 from ..errors import FormatError, IntegrityError, NotOursError, OtherKeyError
 
@@ -18,32 +18,21 @@ LINE_FORMAT = "[hf_tiered_cache] %(message)s"
 
 
 class StandaloneHandler(logging.StreamHandler):  # type: ignore[type-arg]
-    """Handler that prints to standard error, unless another handler gets the record."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.setFormatter(logging.Formatter(LINE_FORMAT))
-
-    @property
-    def stream(self) -> TextIO:
-        """Current standard error stream, which programs and notebooks may replace."""
-        return sys.stderr
-
-    @stream.setter
-    def stream(self, value: TextIO) -> None:
-        """Ignore the stream that the base class sets."""
+    """Handler that prints to standard error, unless a handler that the program configured gets the record."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print a record, unless a handler that the program configured gets it."""
         other_handlers = [handler for handler in LOGGER.handlers if handler is not self]
         if not other_handlers and not (LOGGER.propagate and logging.getLogger().handlers):
+            self.stream = sys.stderr  # programs and notebooks may replace it
             super().emit(record)
 
 
 def mark_lines() -> None:
     """Add the library's handler to its logger. Further calls have no effect."""
     if not any(isinstance(handler, StandaloneHandler) for handler in LOGGER.handlers):
-        LOGGER.addHandler(StandaloneHandler())
+        handler = StandaloneHandler()
+        handler.setFormatter(logging.Formatter(LINE_FORMAT))
+        LOGGER.addHandler(handler)
 
 
 class Notices:
