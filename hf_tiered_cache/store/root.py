@@ -39,7 +39,7 @@ from .kinds import (
     kind_of,
     not_own,
 )
-from .tree import FolderTree, allocate, nbytes_of, open_as, open_file, read_all, write_all
+from .tree import FolderTree, allocate, nbytes_of, open_file, read_all, write_all
 
 logger = logging.getLogger("hf_tiered_cache")
 
@@ -218,7 +218,8 @@ class StoreRoot(FolderTree):
             if status is not None and not S_ISREG(status.st_mode):
                 raise OSError(errno.EINVAL, "it is a link, or not a regular file", str(self.where(kind, name)))
             with ExitStack() as stack:
-                file = stack.enter_context(open_as(LockFile, name, _FILE_IN_PLACE, folder))
+                file = stack.enter_context(open_file(name, _FILE_IN_PLACE, folder, LockFile))
+                assert isinstance(file, LockFile)
                 if not file.lock():
                     return None
                 if _has_name(file, folder, name):  # otherwise the previous holder of the lock has deleted the file

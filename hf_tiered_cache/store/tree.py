@@ -16,12 +16,10 @@ from functools import partial
 from io import FileIO
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from ..errors import FormatError
 from .kinds import ALL_FOLDERS, SEGMENT, FileKind, kind_of
-
-_F = TypeVar("_F", bound=FileIO)
 
 
 class Stored(NamedTuple):
@@ -39,17 +37,15 @@ READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
 """Flags to read a file that should be regular: a link is not followed, and a pipe does not wait for a writer."""
 
 
-def open_file(path: str | os.PathLike[str], flags: int, folder: int | None = None) -> FileIO:
-    """Open a file with flags as for `os.open`, and mode 0600 if it is new. It is closed with its last reference."""
-    return open_as(FileIO, path, flags, folder)
-
-
-def open_as(kind: type[_F], path: str | os.PathLike[str], flags: int, folder: int | None = None) -> _F:
-    """Open a file as `open_file` does, as an object of a subclass of FileIO without an `__init__` of its own.
+def open_file(
+    path: str | os.PathLike[str], flags: int, folder: int | None = None, kind: type[FileIO] = FileIO
+) -> FileIO:
+    """Open a file with flags as for `os.open`, and mode 0600 if it is new. It is closed with its last reference.
 
     A Ctrl-C at any moment leaks no descriptor: `os.open` and the list that holds its result are one call of C code.
     FileIO reports that it takes the descriptor to audit hooks, which may be Python code (that of `filelock` is), so it
-    closes the descriptor only if it has taken it. The path is absolute, or relative to the descriptor `folder`.
+    closes the descriptor only if it has taken it. The path is absolute, or relative to the descriptor `folder`. The
+    class of the file, `kind`, has no `__init__` of its own.
     """
     opening = os.open if folder is None else partial(os.open, dir_fd=folder)
     file, opened = kind.__new__(kind), list[int]()
