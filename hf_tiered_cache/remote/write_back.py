@@ -180,10 +180,6 @@ class WriteBack:
             return None
         if self._is_refused:
             return self._drop(_REFUSED)
-        return self.send(segment_id)
-
-    def send(self, segment_id: str) -> None:
-        """Send a segment of the local store, and count it. Raises OSError, FormatError."""
         began = time.monotonic()
         try:
             sent = send_segment(self._disk.backend, self._remote, segment_id, self._progress.step)
