@@ -208,8 +208,7 @@ class SegmentStore(Space):
             nbytes, replaced = self._write(header, prefix_hashes, block_groups, written)
         except FileExistsError:
             self.counters.add("duplicate_writes")
-            if self.index.confirm(header.id) is None:
-                self.index.adopt([header.id])
+            self.index.confirm(header.id)
         except (OSError, NotOursError, QuotaError, StoreBusyError, KVRefusedError) as error:
             message = f"a segment of {header.file_bytes} bytes was not stored: {error}"
             self._faults.note("dropped_writes", type(error).__name__, message)

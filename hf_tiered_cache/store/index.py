@@ -227,15 +227,14 @@ class Index:
             rejected += [segment_id for segment_id, row in batch.items() if row is None]
         return [segment_id for segment_id in rejected if not self._is_gone(segment_id)]
 
-    def confirm(self, segment_id: str) -> SegmentRow | None:
-        """Return the row of a segment, read again if it differs from the file. Returns None without a row or file."""
+    def confirm(self, segment_id: str) -> None:
+        """Make sure that a stored segment has a row, which agrees with its file."""
         with suppress(FormatError, OSError, MemoryError):
             head = read_head(self._backend.head, segment_id)
-            row = self.row(segment_id)
-            if row is not None and not self.check(row, head.header, head.chain):
-                row = self.row(segment_id)
-            return row if row is not None and row.fits(head.header, head.chain) else None
-        return None
+            if (row := self.row(segment_id)) is not None:
+                self.check(row, head.header, head.chain)
+                return
+        self.adopt([segment_id])
 
     def check(self, row: SegmentRow, header: SegmentHeader, chain: bytes) -> bool:
         """Return whether a row agrees with its file. If not, the row is counted, and read again from the file."""
