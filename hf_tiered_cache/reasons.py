@@ -45,7 +45,10 @@ OWN_POSITIONS = (
     "pass position_ids that count from 0"
 )
 EDITED = "the cache's keys or values were changed in place, so nothing is restored or stored from that position on"
-LOOKS_AHEAD = "tokens attend to later tokens (is_causal, bidirectional attention), so no prefix can be reused"
+LOOKS_AHEAD = (
+    "what a token computes depends on later tokens (is_causal, bidirectional attention, or routing that mixes tokens), "
+    "so no prefix can be reused"
+)
 OTHER_TOKENS = "the model computes different tokens than its input, so nothing is restored or stored"
 LAYER_ORDER = "the layers do not run in the order of their layer_idx, so nothing is restored"
 LENGTH_ROPE = "the RoPE frequencies depend on the prompt length, so nothing is restored or stored"

@@ -12,6 +12,7 @@ from operator import is_
 from typing import Any
 
 import torch
+import transformers
 from transformers import PreTrainedModel
 
 from ..patches.attach import Attachment
@@ -40,6 +41,8 @@ _LEADING = frozenset({"class", "dtype", "config", "RoPE", "quantization", "adapt
 """Facts that imply a difference of the facts in `_FOLLOWING` if they differ."""
 _IMAGES_LOOK_AHEAD = frozenset({"gemma4_text", "gemma4_unified_text"})
 """Types of models that let tokens of images, but not of text, attend to later tokens if a setting is "vision"."""
+_DOGE_LOSES_MASK = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 18)
+"""True if Doge attends to all tokens of a pass without padding, as it does in early versions of transformers."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ class Identity:
             model, the only fact that is not part of the fingerprint.
         problem: Something that affects the computation and cannot be described, or "". With a problem no KV may be
             stored.
-        looks_ahead: Whether tokens attend to later tokens.
+        looks_ahead: Whether what a token computes depends on later tokens.
         training: Whether a module is in training mode and computes different results for that reason.
         rope_varies: Whether the frequencies of RoPE depend on the length of the prompt (see `rope_regime`).
         weights_held: Function that takes a time of `time.monotonic` and returns whether the weights still match the
@@ -306,12 +309,14 @@ def _unsteady_places(changes: list[Places]) -> Places:
 
 
 def looks_ahead(model: PreTrainedModel) -> bool:
-    """Return whether tokens attend to later tokens."""
+    """Return whether what a token computes depends on later tokens."""
     config = model.config.get_text_config(decoder=True)
     setting = getattr(config, "use_bidirectional_attention", None)
     if setting == "vision" and config.model_type in _IMAGES_LOOK_AHEAD:
         setting = None
     if setting or getattr(config, "is_causal", True) is False:
+        return True
+    if config.model_type == "doge" and (config.is_moe or _DOGE_LOSES_MASK):  # its router mixes the tokens of a pass
         return True
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
     return any(getattr(module, "is_causal", None) is False for module in (decoder or model).modules())
