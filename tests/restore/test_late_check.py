@@ -22,8 +22,8 @@ from hf_tiered_cache.stats import StatsCollector
 from hf_tiered_cache.store.geometry import Geometry
 from hf_tiered_cache.tiers import device as device_module
 from hf_tiered_cache.tiers.handles import BlockRequest
-from hf_tiered_cache.tiers.pool import RESERVED
 from hf_tiered_cache.tiers.residency import Residency
+from hf_tiered_cache.tiers.slabs import RESERVED
 
 GREEDY = {"do_sample": False, "max_new_tokens": 6, "output_logits": True, "return_dict_in_generate": True}
 IDS = torch.cat([prompt(200), prompt(20, seed=9)], dim=1)

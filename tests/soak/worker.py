@@ -38,7 +38,7 @@ import eval.baselines  # noqa: F401  # registers h2o
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.errors import ConfigError, StoreClosedError, StoreError
 from hf_tiered_cache.methods import CacheTune, make_method
-from hf_tiered_cache.tiers.pool import ORPHANED, RESERVED
+from hf_tiered_cache.tiers.slabs import ORPHANED, RESERVED
 
 BUDGETED = ("contiguous_kv:budget=0.25", "impress:budget=0.25", "h2o:budget=0.25")
 PASSAGES = [prompt(48 + 16 * seed, seed=900 + seed)[0] for seed in range(4)]
