@@ -192,9 +192,6 @@ class SlotPool:
     _low: np.ndarray = field(default_factory=lambda: _EMPTY)  # slots that have changed, and rank below `_bound`
     _bound: tuple[np.ndarray, ...] | None = None  # key of the last ranked slot; None if all slots are candidates
 
-    def __len__(self) -> int:
-        return int((self.owner != GONE).sum())
-
     # --- slabs
 
     def add_slab(self, memory: torch.Tensor) -> None:
