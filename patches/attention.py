@@ -14,6 +14,7 @@ from functools import cache, partial
 from typing import Any, cast
 
 import torch
+from torch.nn.attention import SDPBackend
 from transformers import AttentionInterface, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -30,6 +31,9 @@ WRAPPED = ("sdpa", "eager")
 
 SELECTING = ("sdpa",)
 """Implementations in which a layer's queries can select what to attend to."""
+
+
+_PLAIN: int = SDPBackend.MATH.value
 
 
 def can_select(config: PreTrainedConfig) -> bool:
@@ -193,9 +197,11 @@ def _attend(
     """Compute the attention of some queries. See `attend`.
 
     The function of transformers repeats keys and values for each query head, although the kernel can share them. On the
-    CPU, the kernel gives the same bits either way. On CUDA, with a mask, it falls back to plain arithmetic.
+    CPU, the fused kernel gives the same bits either way. PyTorch 2.8's cannot share them, nor CUDA's with a mask: they
+    would fall back to plain arithmetic, with other bits.
     """
     query, keys, values, mask, scaling = call
+    dropout = kwargs.get("dropout", 0.0)
     if (
         base is sdpa_attention_forward  # and no function that a user registered in its place
         and query.device.type == "cpu"
@@ -204,9 +210,10 @@ def _attend(
         and getattr(module, "num_key_value_groups", 1) > 1
         and query.shape[1] != keys.shape[1]
         and kwargs.get("position_bias") is None
+        and torch._fused_sdp_choice(query, keys, values, mask, dropout, scale=scaling, enable_gqa=True) != _PLAIN
     ):
         output = torch.nn.functional.scaled_dot_product_attention(
-            query, keys, values, mask, kwargs.get("dropout", 0.0), scale=scaling, enable_gqa=True
+            query, keys, values, mask, dropout, scale=scaling, enable_gqa=True
         )
         return output.transpose(1, 2).contiguous(), None
     return base(module, query, keys, values, mask, **kwargs)

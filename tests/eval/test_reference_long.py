@@ -110,6 +110,7 @@ def test_a_deeper_model_is_the_one_before_the_last_again(tokenizer):
         assert torch.allclose(base.model.norm(last), hidden[1][6], atol=1e-5)
 
 
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="training takes PyTorch 2.9 and later")
 def test_going_on_from_a_model_goes_on_where_it_stopped(tokenizer, language, tmp_path):
     torch.manual_seed(0)
     base = build(small(2, 1), tokenizer, [0, 1, 1, 3])
@@ -131,6 +132,7 @@ def test_going_on_from_a_model_goes_on_where_it_stopped(tokenizer, language, tmp
     assert not torch.equal(state["lm_head.weight"], base.state_dict()["lm_head.weight"])
 
 
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="training takes PyTorch 2.9 and later")
 def test_rates_fall_within_a_stage_and_to_nothing_in_the_last(tokenizer, language, tmp_path):
     stage = replace(small(2, 1).stages[0], least_steps=200, most_steps=200)
     stages = (replace(stage, rates=(1.0, 0.5)), replace(stage, rates=(0.5, 0.25)))
@@ -145,6 +147,7 @@ def test_rates_fall_within_a_stage_and_to_nothing_in_the_last(tokenizer, languag
     assert used == pytest.approx([rate * size.rate(0, 150) for rate in (size.matrix_rate, size.other_rate)])
 
 
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="training takes PyTorch 2.9 and later")
 def test_a_run_that_goes_on_is_asked_for_with_the_model_that_it_goes_on_from(tmp_path, monkeypatch):
     text = tmp_path / "text.txt"
     text.write_text("word " * 2000)

@@ -267,13 +267,14 @@ def test_autocast_is_another_precision(tmp_path):
 
 
 @pytest.mark.skipif(not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="PyTorch 2.9 and later")
-@pytest.mark.parametrize("matmul", [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul])
-def test_float32_computed_as_bfloat16_or_tf32_is_another_precision(tmp_path, matmul):
+@pytest.mark.parametrize("backend", ["cuda", "mkldnn"])
+def test_float32_computed_as_bfloat16_or_tf32_is_another_precision(tmp_path, backend):
+    matmul = getattr(torch.backends, backend).matmul
     before = matmul.fp32_precision
     with KVStore(tmp_path) as store:
         model = build("llama")
         fill(model, store)
-        matmul.fp32_precision = "tf32" if matmul is torch.backends.cuda.matmul else "bf16"
+        matmul.fp32_precision = "tf32" if backend == "cuda" else "bf16"
         try:
             assert restored(model, store) == 0
         finally:

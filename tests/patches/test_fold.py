@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from families import build, prompt
 from thorough import pairs
+from torch.nn.attention import SDPBackend
 from transformers import AttentionInterface, DynamicCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_tiered_cache import TieredCache
 from hf_tiered_cache.methods import ContiguousKV, Krul, KVDrive
 from hf_tiered_cache.patches import attention
+from hf_tiered_cache.patches.scope import AttentionCall
 
 NEW = 5
 GREEDY = {"do_sample": False, "max_new_tokens": NEW, "output_logits": True, "return_dict_in_generate": True}
@@ -80,3 +85,27 @@ def test_a_users_own_attention_function_is_called(store):
     finally:
         AttentionInterface.register("sdpa", plain)
     assert calls.count(1) == (NEW - 1) * model.config.num_hidden_layers
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("can_share", [True, False])
+def test_query_heads_share_keys_only_where_that_gives_the_same_bits(dtype, can_share, monkeypatch):
+    """PyTorch 2.8 computes shared keys with plain arithmetic, whose bits differ."""
+    if not can_share:
+        monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *tensors, **options: int(SDPBackend.MATH.value))
+    generator, shared = torch.Generator().manual_seed(0), []
+    query, keys, values = (torch.randn(2, heads, 70, 16, generator=generator).to(dtype) for heads in (4, 2, 2))
+    mask = torch.ones(70, 70, dtype=torch.bool).tril()[None, None]
+    module = SimpleNamespace(num_key_value_groups=2, is_causal=True)
+    kernel = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        torch.nn.functional,
+        "scaled_dot_product_attention",
+        lambda query, keys, *others, **options: (
+            shared.append(keys.shape[1] == 2) or kernel(query, keys, *others, **options)
+        ),
+    )
+    ours, _ = attention._attend(sdpa_attention_forward, module, AttentionCall(query, keys, values, mask, None), {})
+    theirs, _ = sdpa_attention_forward(module, query, keys, values, mask)
+    assert torch.equal(ours, theirs)
+    assert can_share or not any(shared)
