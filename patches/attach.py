@@ -232,11 +232,11 @@ class _Wrapper(Replacement):
 
     def serves(self, values: Iterable[Any]) -> bool:
         """Return whether the arguments include one of our caches, and no outer call serves it already."""
-        cache = next((value for value in values if isinstance(value, ServedCache)), None)
-        if cache is None or not self.attachment.active:
-            return False
-        scope = None if torch.compiler.is_compiling() else current()
-        return scope is None or scope.cache is not cache
+        for value in values:  # in a way that the compilers of all versions of PyTorch follow
+            if isinstance(value, ServedCache) and self.attachment.active:
+                scope = None if torch.compiler.is_compiling() else current()
+                return scope is None or scope.cache is not value
+        return False
 
     def take_cache(self, kwargs: dict[str, Any]) -> Any:
         """Return the cache among the arguments, or None. One of ours is renamed to the argument of the method.

@@ -205,6 +205,7 @@ _USUAL_PRECISIONS: dict[tuple[str, str], list[object]] = {
 """Precisions of float32 in operators other than matrix products, by backend and operator."""
 if not hasattr(torch._C, "_get_fp32_precision_getter"):  # PyTorch 2.8
     _USUAL["cudnn_allow_tf32"] = [True]
+    _USUAL["sdp_priority_order"] = [[1, 2, 0, 3, 0], [3, 1, 2, 0, 0]]  # the last number has no meaning
     _USUAL_PRECISIONS = {}
 _RARE_SWITCHES: tuple[tuple[str, Callable[[], object], list[object]], ...] = (
     *(

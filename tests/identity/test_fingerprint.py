@@ -297,7 +297,7 @@ cuda, mha = torch.backends.cuda, torch.backends.mha
         ),
         (
             lambda: torch._C._set_sdp_priority_order([0, 1, 2, 3, 4]),
-            lambda: torch._C._set_sdp_priority_order([1, 2, 0, 3, 4]),
+            partial(torch._C._set_sdp_priority_order, torch._C._get_sdp_priority_order()),
         ),
         (lambda: torch.backends.nnpack.set_flags(False), lambda: torch.backends.nnpack.set_flags(True)),
         (
@@ -323,7 +323,9 @@ def test_switches_that_change_rounding_are_part_of_it(change, undo):
 @pytest.mark.parametrize("module", ["cudnn", "mkldnn", "miopen"])
 def test_all_settings_of_backends_are_part_of_it(module):
     """Whatever a backend lets a user set, also settings of later versions."""
-    module = getattr(torch.backends, module)
+    module = getattr(torch.backends, module, None)
+    if module is None:
+        pytest.skip("this version of PyTorch lacks this backend")
     members = vars(type(module))
     places = [(module, name) for name, member in members.items() if isinstance(member, ContextProp)]
     kind = getattr(torch.backends, "_FP32Precision", ())  # PyTorch 2.9 and later
