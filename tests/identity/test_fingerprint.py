@@ -355,12 +355,12 @@ _VALUES = {
 def test_the_order_that_pytorch_chooses_at_the_first_attention_on_a_gpu_is_no_change():
     """On a GPU of capability 9.0 or 10.0 that is cuDNN first, from then on."""
     model = build("llama")
-    name = fingerprint(model)
+    name, order = fingerprint(model), torch._C._get_sdp_priority_order()
     torch._C._set_sdp_priority_order([3, 1, 2, 0])  # the last one stays
     try:
         assert fingerprint(model) == name
     finally:
-        torch._C._set_sdp_priority_order([1, 2, 0, 3, 4])
+        torch._C._set_sdp_priority_order(order)
 
 
 def test_a_kernel_in_python_runs_plain_until_it_is_removed(tmp_path):
