@@ -28,11 +28,13 @@ SIZES: dict[str, Any] = {
 """Small values of settings that many configurations have. Large weights make the attention depend on its tokens."""
 MOST_PARAMETERS = 60_000_000
 ORDINARY = [("doge", {}), ("doge", {"is_moe": True}), ("bert", {}), ("bert", {"is_decoder": False}), ("gpt2", {})]
+BROKEN = (TypeError,) if transformers.__version__.startswith("5.17.") else ()
+"""Errors of kinds that cannot compute: Doge's mixture of experts takes transformers 5.18 and later."""
 ALL = [(kind, {}) for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
 
 
 def tiny(kind: str, changes: dict[str, Any]) -> PreTrainedModel:
-    """Build a small model of a kind with random weights. Skip the test if its sizes do not fit this kind."""
+    """Build a small model of a kind with random weights. Skip the test if the sizes do not fit an unusual kind."""
     names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]
     torch.manual_seed(0)
     try:
@@ -46,6 +48,8 @@ def tiny(kind: str, changes: dict[str, Any]) -> PreTrainedModel:
         model = model_class(config).eval()
         model(input_ids=prompt(8), use_cache=False)
     except Exception as error:
+        if (kind, changes) in ORDINARY and not isinstance(error, BROKEN):
+            raise
         pytest.skip(f"no small {kind} can be built: {error!r}"[:200])
     return model
 
