@@ -4,8 +4,8 @@
 
 A fetch asks which of its blocks the tier keeps, reserves their slots, which evicts others, and enters the new blocks.
 Between the fetches, other blocks are used. Blocks have 64 bytes here, so that a million of them fit in memory: their
-size does not matter, since none is copied. "Ranking all" is what a fetch would cost at least if it ranked all slots
-once, as this library did.
+size does not matter, since none is copied. "Ranking all" is the time of one ranking of all slots, the least that a
+fetch would take if it kept no ranking.
 """
 
 from __future__ import annotations

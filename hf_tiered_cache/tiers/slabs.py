@@ -153,10 +153,7 @@ _FEW_SLOTS, _RANKED_SHARE = 1024, 64
 """A pool ranks at least so many slots in advance, and at least one in so many."""
 FREE, RESERVED, GONE, ORPHANED = -1, -2, -3, -4
 """States of a slot without a block: free, being filled, memory freed, or block forgotten while the slot is pinned."""
-_OF_SLOTS = (
-    *("owner", "chunk", "pins", "is_evictable", "_is_changed"),
-    *(item.name for item in fields(Usage)),
-)
+_OF_SLOTS = ("owner", "chunk", "pins", "is_evictable", "_is_changed", *(figure.name for figure in fields(Usage)))
 """Arrays of a pool with one entry for each slot."""
 
 
@@ -183,7 +180,7 @@ class SlotPool:
     accesses: np.ndarray = field(default_factory=lambda: np.empty(0, np.float64))
     pins: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     is_evictable: np.ndarray = field(default_factory=lambda: np.empty(0, bool))
-    """Whether each slot holds a block that may be evicted, bool `[slots]`."""
+    """Mask of the slots with a block that may be evicted, bool `[slots]`."""
     free: np.ndarray = field(default_factory=lambda: _EMPTY)
     """Free slots, int64, ascending."""
     _is_changed: np.ndarray = field(default_factory=lambda: np.empty(0, bool))  # since the slots were ranked
@@ -332,7 +329,7 @@ class SlotPool:
         return is_low
 
     def _key(self, policy: EvictionPolicy, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return what slots are ranked by, the most important first."""
+        """Return the sort keys of slots, most significant first: score, last use and slot number."""
         usage = self.usage(slots)
         return policy.score(usage), usage.last_used, slots
 
