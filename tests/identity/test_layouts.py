@@ -88,5 +88,5 @@ def test_casts_of_earlier_weights_are_not_used_under_the_new_fingerprint(store):
         store.flush()
         with torch.autocast("cpu", torch.bfloat16):
             expected, cache = first_logits(), TieredCache(model, store)
-            torch.testing.assert_close(first_logits(cache), expected, rtol=0, atol=5e-2)
+            torch.testing.assert_close(first_logits(cache), expected, rtol=0, atol=0.2)  # earlier weights: over 1
             assert cache.stats.tokens_restored == 48
