@@ -73,7 +73,8 @@ class KVBuffer:
         """Add `num_positions` positions to the sequence; the first `first` of them are not held.
 
         `first` is above 0 only if no later query sees the entries held so far, which are then released. Buffers get
-        shape, dtype and device of `like_keys` and `like_values`, `[batch, heads, _, dim]`.
+        shape, dtype and device of `like_keys` and `like_values`, `[batch, heads, _, dim]`. If held entries have another
+        dtype, as after a change of autocast, all get the dtype that `torch.cat` would give them.
 
         Returns:
             Uninitialised views of the new positions, `[batch, heads, num_positions - first, dim]` each.
@@ -82,7 +83,13 @@ class KVBuffer:
             self._first = self.num_positions + first
             self._start = self._stop
         count, keys, values = num_positions - first, self._keys, self._values
-        if keys is None or values is None or self._shared or self._stop + count > keys.shape[2]:
+        if (
+            keys is None
+            or values is None
+            or self._shared
+            or self._stop + count > keys.shape[2]
+            or not (_holds(keys, like_keys) and _holds(values, like_values))
+        ):
             keys, values = self._reallocate(like_keys, like_values, count)
         begin, self._stop = self._stop, self._stop + count
         return keys.narrow(2, begin, count), values.narrow(2, begin, count)
@@ -161,8 +168,15 @@ class KVBuffer:
         self.note_content()
 
 
+def _holds(buffer: torch.Tensor, like: torch.Tensor) -> bool:
+    """Return whether a buffer can hold such keys or values without rounding them."""
+    return buffer.dtype == like.dtype or torch.promote_types(buffer.dtype, like.dtype) == buffer.dtype
+
+
 def _moved(before: torch.Tensor | None, like: torch.Tensor, held: int, count: int) -> torch.Tensor:
     """Allocate a buffer for `held` positions, `count` more and spare room, and copy the held positions."""
+    if before is not None and held:
+        like = like[:, :, :0].to(torch.promote_types(before.dtype, like.dtype))
     buffer = empty_buffer(like, like.shape[0], held + max(count, min(held, _LARGEST_GROWTH)))
     if before is not None and held:
         buffer[:, :, :held] = before

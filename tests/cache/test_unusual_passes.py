@@ -363,6 +363,23 @@ def test_rows_are_selected_by_whatever_selects_rows_of_a_tensor(scaled, tmp_path
 # --- values
 
 
+@pytest.mark.parametrize("dtypes", [("bfloat16", "float32", "bfloat16"), ("float32", "bfloat16", "float32")])
+def test_precision_may_change_between_passes(tmp_path, dtypes):
+    """Autocast leaves rotated keys in float32; `double` changes both keys and values."""
+    model, reference = build("llama", **LARGE), DynamicCache()
+    with KVStore(tmp_path) as store:
+        cache = TieredCache(model, store)
+        for turn, dtype in enumerate(dtypes):
+            ids = prompt(80, seed=turn)  # the buffers grow, too
+            with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
+                found, right = (last_logits(model, ids, each) for each in (cache, reference))
+            assert torch.equal(found, right)
+        model.double()
+        found, right = (last_logits(model, prompt(3), each) for each in (cache, reference))
+        assert torch.equal(found, right)
+        assert reasons.MODEL_CHANGED in cache.stats.reasons
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_kv_that_is_not_finite_is_not_stored(tmp_path, value):
     model, ids = build("llama"), prompt(60)
