@@ -22,7 +22,7 @@ from . import rope, rotary
 from .attention import PATCHES
 from .layers import decoder_layers, devices_of
 from .replacement import Replacement, copy_as_it_is, copy_without, without_hook
-from .scope import CACHE_ARGUMENTS, ServedCache, Session, current
+from .scope import CACHE_ARGUMENTS, ServedCache, Session, current, follows_cache
 
 logger = logging.getLogger("hf_tiered_cache")
 
@@ -288,7 +288,9 @@ class _Generate(_Wrapper):
             ids = args[0] if args else kwargs.get("input_ids", kwargs.get("inputs"))
             if isinstance(cache, ServedCache) and isinstance(ids, torch.Tensor) and kwargs.get("inputs_embeds") is None:
                 copies = max(self._setting(kwargs, name) or 1 for name in ("num_beams", "num_return_sequences"))
-                cache.continue_with(ids, copies, self._mask(kwargs, ids))
+                mask = self._mask(kwargs, ids)
+                cache.is_followed = follows_cache(ids, mask)
+                cache.continue_with(ids, copies, mask)
                 if cache.get_seq_length() and not _PREFILL_CONTINUES_CACHE:
                     kwargs["prefill_chunk_size"] = None
             token = _generating.set(self.attachment)
@@ -375,7 +377,8 @@ class _PrepareInputs(_Wrapper):
         if not isinstance(cache, ServedCache):
             return self.original(input_ids, *args, **kwargs)
         num_cached = cache.get_seq_length()
-        if num_cached and kwargs.get("is_first_iteration") and kwargs.get("next_sequence_length", 0) is None:
+        is_first = kwargs.get("is_first_iteration") and kwargs.get("next_sequence_length", 0) is None
+        if num_cached and is_first and not cache.is_followed:
             # assisted decoding passes the whole prompt again, although the cache holds its beginning
             kwargs["next_sequence_length"] = input_ids.shape[1] - num_cached
         inputs = self.original(input_ids, *args, **kwargs)

@@ -17,8 +17,19 @@ CACHE_ARGUMENTS = ("cache", "past_key_values")
 """Names of the argument that holds the cache: since transformers 5.24, and before."""
 
 
+def follows_cache(ids: torch.Tensor, mask: object) -> bool:
+    """Return whether ids for `generate()`, `[batch, n]`, are only the tokens that follow those of the cache.
+
+    As in transformers, the attention mask tells it: it covers all tokens.
+    """
+    return isinstance(mask, torch.Tensor) and mask.ndim == ids.ndim == 2 and mask.shape[1] > ids.shape[1]
+
+
 class ServedCache(ABC):
     """Cache that runs the passes that it is used in."""
+
+    is_followed = False
+    """True if the last `generate()` got only the tokens that follow those of the cache. It drops a mask of ones."""
 
     @abstractmethod
     def run(self, attachment: object, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
@@ -28,7 +39,7 @@ class ServedCache(ABC):
     def continue_with(self, input_ids: torch.Tensor, copies: int, mask: torch.Tensor | None) -> None:
         """Prepare for `generate()` with `copies` of each of these ids, `[batch, n]`: drop what does not match them.
 
-        `mask` is their attention mask, or None if it is not known.
+        `mask` is their attention mask, or None if it is not known. See `follows_cache`.
         """
 
     @abstractmethod

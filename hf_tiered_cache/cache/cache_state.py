@@ -19,6 +19,7 @@ from ..identity import Identity, fingerprinter_of, rope_regime
 from ..layers import LayeredCache
 from ..methods import ForConversation, Method, Passages
 from ..patches.attach import Attachment
+from ..patches.scope import follows_cache
 from ..restore.hashes import History, PrefixHasher
 from ..stats import StatsCollector
 from .conversation import Conversation
@@ -209,10 +210,19 @@ class CacheState:
     def num_dropped(self, cache: LayeredCache, prompt: torch.Tensor, mask: torch.Tensor | None) -> int:
         """Return how many cached positions a prompt, int `[rows, positions]`, lacks; at least all if that is not known.
 
-        Raises CacheMismatchError if there are such positions, and the cache is strict.
+        Raises CacheMismatchError if there are such positions, and the cache is strict, or if the prompt is only the
+        tokens that follow those of the cache, and its mask covers others.
         """
         self.unreported = True
         sequence, num_positions = self.sequence, cache.get_seq_length()
+        if mask is not None and follows_cache(prompt, mask):
+            if self.collector.stats.requests and mask.shape[1] != num_positions + prompt.shape[1]:
+                raise CacheMismatchError(
+                    f"the attention mask covers {mask.shape[1]} tokens, but this cache holds {num_positions} and the "
+                    f"prompt has {prompt.shape[1]}; pass the whole conversation so far, or all tokens that the cache "
+                    "does not hold"
+                )
+            return 0
         if (history := self.history) is None:
             return 0
         if num_positions != history.num_positions:  # interrupted between a pass and its bookkeeping

@@ -9,7 +9,7 @@ import torch
 from families import build, prompt
 from thorough import pairs
 
-from hf_tiered_cache import KVStore, TieredCache, reasons
+from hf_tiered_cache import CacheMismatchError, KVStore, TieredCache, reasons
 from hf_tiered_cache.methods import ContiguousKV
 
 GREEDY = {"do_sample": False, "max_new_tokens": 6}
@@ -46,6 +46,40 @@ def test_a_copied_prompt_goes_on_in_several_ways(model, store):
         assert torch.equal(model.generate(whole, past_key_values=cache, **GREEDY), plain(model, whole))
         assert cache.stats.details.tokens_dropped == 1
     assert begun.get_seq_length() == 60
+
+
+@pytest.mark.parametrize("pad", [0, 3])
+@pytest.mark.parametrize("mode", [{}, {"num_beams": 2}, {"prompt_lookup_num_tokens": 3}, {"prefill_chunk_size": 16}])
+def test_a_prompt_may_be_only_what_the_cache_lacks(model, store, mode, pad):
+    """As transformers allows: the attention mask covers all tokens, the ids are the new ones."""
+    whole, copies = prompt(100), mode.get("num_beams", 1)
+    store.precompute(model, whole, progress=False)
+    mask = torch.ones_like(whole)
+    if "prompt_lookup_num_tokens" not in mode:  # there, transformers cuts a mask with padding
+        mask[:, :pad] = 0
+    held = {"input_ids": whole[:, :40], "attention_mask": mask[:, :40]}
+    held["position_ids"] = (held["attention_mask"].cumsum(dim=1) - 1).clamp(min=0)
+    cache = TieredCache(model, store)
+    model(**{name: tensor.expand(copies, -1) for name, tensor in held.items()}, past_key_values=cache)
+    found = plain(model, whole[:, 40:], attention_mask=mask, past_key_values=cache, **mode)
+    assert torch.equal(found[:, 60:], plain(model, whole, attention_mask=mask, **mode)[:, 100:])
+    assert cache.get_seq_length() >= 105
+    assert cache.stats.requests == 2
+    assert cache.stats.details.tokens_dropped == 0
+    assert pad or cache.stats.tokens_restored >= 32 * copies
+
+
+def test_a_mask_that_covers_other_tokens_than_those_of_cache_and_prompt_is_refused(model, store):
+    ids = prompt(60)
+    cache = TieredCache(model, store)
+    for held, suspend in ((45, False), (0, True)):
+        said = model.generate(ids[:, :40], past_key_values=cache, **GREEDY)
+        if suspend:
+            cache.suspend()
+        message = f"covers {46 + 14} tokens, but this cache holds {held} and the prompt has 14; pass the whole"
+        new = torch.cat([said, prompt(14, seed=2)], dim=1)[:, 46:]
+        with pytest.raises(CacheMismatchError, match=message):
+            plain(model, new, attention_mask=torch.ones(1, 60, dtype=torch.int64), past_key_values=cache)
 
 
 @pytest.mark.parametrize(("kept", "tokens"), pairs([0, 1, 17, 64, 99], [20, 100, 140]))
