@@ -28,6 +28,10 @@ WEIGHTS_CHANGED = (
 )
 NOT_FINITE = "the model computed KV that is not finite (NaN or infinite), which is not stored"
 ALL_LOGITS = "the logits of all tokens are requested, so all tokens are computed; pass logits_to_keep=1"
+NO_LOGITS_TO_KEEP = (
+    "this model always returns the logits of all tokens (its forward has no argument logits_to_keep), so all tokens "
+    "are computed; use DynamicCache with it"
+)
 ALL_STATES = "hidden states or attentions of all tokens are requested, so all tokens are computed"
 APPROXIMATE = "the cache holds a selection of its prompt, so later tokens are computed, and neither restored nor stored"
 TRAINING = "the model is in training mode, so nothing is restored or stored; call model.eval()"

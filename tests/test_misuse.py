@@ -99,6 +99,12 @@ def test_decoders_that_are_set_to_encode_are_refused(family, store):
                 TieredCache(model, store)
 
 
+def test_decoders_without_a_kv_cache_are_not_called_encoders(store):
+    model = transformers.OpenAIGPTLMHeadModel(transformers.OpenAIGPTConfig(n_embd=32, n_layer=1, n_head=2))
+    with pytest.raises(UnsupportedModelError, match="takes no KV cache"):
+        TieredCache(model, store)
+
+
 def test_a_decoder_with_an_unused_setting_is_none_of_them(store):
     sizes = {"vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     model = transformers.GPTNeoXJapaneseForCausalLM(transformers.GPTNeoXJapaneseConfig(**sizes))

@@ -48,6 +48,21 @@ def test_a_first_prompt_behind_padding_is_new_too(store):
         assert cache.stats.reason == expected
 
 
+class AllLogits(transformers.LlamaForCausalLM):
+    """Model that cannot be asked for the last logits only, such as Qwen2-Audio."""
+
+    def forward(self, input_ids=None, attention_mask=None, past_key_values=None, **kwargs):
+        return super().forward(input_ids, attention_mask, past_key_values=past_key_values, **kwargs)
+
+
+def test_a_model_that_always_computes_all_logits_is_not_told_to_keep_fewer(store):
+    model = AllLogits(build("llama").config).eval()
+    assert [ask(model, store).reason for _ in range(2)] == [reasons.NO_LOGITS_TO_KEEP] * 2
+    cache = TieredCache(build("llama"), store)
+    cache.model(prompt(80), past_key_values=cache)
+    assert cache.stats.reason == reasons.ALL_LOGITS
+
+
 def test_training_mode(store, caplog):
     model = build("llama").train()
     stats = [ask(model, store) for _ in range(2)]

@@ -348,7 +348,8 @@ class Executor(CacheState):
         if asks_for_all(request.kwargs, self.attachment.model.config):
             return reasons.ALL_STATES
         if HASH_TOKENS <= request.num_positions <= request.must_compute:
-            return reasons.ALL_LOGITS
+            can_keep = "logits_to_keep" in self.attachment.signature.parameters
+            return reasons.ALL_LOGITS if can_keep else reasons.NO_LOGITS_TO_KEEP
         return ""
 
     def _no_plan_reason(self, request: Request, sequence: SequenceState) -> str:

@@ -32,6 +32,10 @@ def check_causal(model: PreTrainedModel) -> None:
         module.is_causal for module in model.modules() if isinstance(getattr(module, "is_causal", None), bool)
     ]
     takes_cache = {*CACHE_ARGUMENTS, "cache_params"} & inspect.signature(model.forward).parameters.keys()
+    if not takes_cache and not causal_flags:  # GPT-1, RWKV
+        raise UnsupportedModelError(
+            f"{name} takes no KV cache, so there is no KV to restore; do not pass a TieredCache to generate()"
+        )
     code = code_of(type(model.base_model).forward)
     # a model may be a decoder only if its configuration says so
     settings = {"is_decoder", "causal"}.intersection(code.co_names if code else ())
