@@ -22,7 +22,9 @@ import torch
 import uvicorn
 import uvicorn.config
 from fastapi import FastAPI, HTTPException, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException as StarletteHTTPException
 from transformers import (
     ContinuousBatchingConfig,
     GenerationConfig,
@@ -282,6 +284,16 @@ async def _answer_invalid_request(request: Request, error: Exception) -> Respons
     return JSONResponse(error_body(reason), status_code=400)
 
 
+async def _answer_refused_request(request: Request, error: HTTPException | RequestValidationError) -> Response:
+    """Answer requests that the server refuses, here or in transformers, in the format that OpenAI's clients read."""
+    if isinstance(error, RequestValidationError):
+        status, reason = 422, "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+        headers = None
+    else:
+        status, reason, headers = error.status_code, str(error.detail), error.headers
+    return JSONResponse(error_body(reason, status), status, headers)
+
+
 def build_app(
     models: TieredModelManager,
     new_cache: NewCache,
@@ -315,6 +327,8 @@ def build_app(
     closed_paths = frozenset() if models.force_model is None else frozenset({"/reset"})  # it unloads the model
     for error_type in _CLIENT_ERRORS:
         app.add_exception_handler(error_type, _answer_invalid_request)
+    for refusal in (StarletteHTTPException, RequestValidationError):
+        app.add_exception_handler(refusal, _answer_refused_request)  # type: ignore[arg-type]  # of these types only
     if metrics is not None:
         app.add_api_route("/metrics", metrics.answer, response_class=Response, response_model=None)
     app.add_middleware(LimitedRequests, max_bytes=max_request_bytes, closed_paths=closed_paths)

@@ -135,9 +135,9 @@ def _refusal(status: int, reason: str) -> JSONResponse:
     return JSONResponse(error_body(reason), status, headers={"connection": "close"})
 
 
-def error_body(reason: str) -> dict[str, Any]:
-    """Return an error in the format of OpenAI's API."""
-    return {"error": {"message": reason, "type": "invalid_request_error"}}
+def error_body(reason: str, status: int = 400) -> dict[str, Any]:
+    """Return an error in the format of OpenAI's API, whose clients show its message."""
+    return {"error": {"message": reason, "type": "invalid_request_error" if status < 500 else "server_error"}}
 
 
 class ImpatientProtocol(H11Protocol):
