@@ -90,13 +90,12 @@ def read_settings(environment: Mapping[str, str] = os.environ) -> dict[str, Sett
     if path or Path(FILE_NAME).is_file():
         file = Path(path or FILE_NAME)
         for name, value in _read_file(file).items():
-            settings[name] = _setting(name, name, value, f"the file {file}")
+            settings[name] = _setting(name, value, f"the file {file}")
     by_variable = {PREFIX + name.upper(): name for name in SETTINGS}
     for variable, value in environment.items():
         if variable in by_variable:
-            settings[by_variable[variable]] = _setting(
-                by_variable[variable], variable, value, f"environment variable {variable}"
-            )
+            name = by_variable[variable]
+            settings[name] = _setting(name, value, f"environment variable {variable}")
         elif variable.startswith(PREFIX) and variable not in OTHER_VARIABLES:
             raise ConfigError(unknown_name("environment variable", variable, [*by_variable, *OTHER_VARIABLES]))
     return settings
@@ -112,15 +111,15 @@ def _read_file(path: Path) -> dict[str, Any]:
     return document
 
 
-def _setting(name: str, written: str, value: Any, source: str) -> Setting:
+def _setting(name: str, value: Any, source: str) -> Setting:
     if name not in SETTINGS:
         advice = "the settings are: " + ", ".join(SETTINGS)
-        raise ConfigError(f"{source} sets {written!r}, which is no setting{suggest(name, SETTINGS, advice)}")
+        raise ConfigError(f"{source} sets {name!r}, which is no setting{suggest(name, SETTINGS, advice)}")
     read, meaning = SETTINGS[name]
     try:
         return Setting(read(value), source)
     except (ConfigError, KeyError, TypeError, ValueError, AttributeError):
-        raise ConfigError(f"{source} sets {written} to {value!r}; it must be {meaning}") from None
+        raise ConfigError(f"{source} sets {name} to {value!r}; it must be {meaning}") from None
 
 
 def _is_in_folder(path: object = None, *, backend: object = None, **_: object) -> bool:

@@ -49,10 +49,13 @@ def test_the_file_may_be_elsewhere(working_directory, monkeypatch):
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
-        ({"HF_TIERED_CACHE_HOST_MEMORY": "lots"}, "HF_TIERED_CACHE_HOST_MEMORY to 'lots'; it must be a size, such as"),
-        ({"HF_TIERED_CACHE_VERIFY": "perhaps"}, "VERIFY to 'perhaps'; it must be true or false"),
-        ({"HF_TIERED_CACHE_TTL": "soon"}, "TTL to 'soon'; it must be a number of seconds, or none"),
-        ({"HF_TIERED_CACHE_REMOTE": ""}, "REMOTE to ''; it must be an address, such as s3://bucket/prefix"),
+        (
+            {"HF_TIERED_CACHE_HOST_MEMORY": "lots"},
+            "HF_TIERED_CACHE_HOST_MEMORY sets host_memory to 'lots'; it must be a size, such as",
+        ),
+        ({"HF_TIERED_CACHE_VERIFY": "perhaps"}, "VERIFY sets verify to 'perhaps'; it must be true or false"),
+        ({"HF_TIERED_CACHE_TTL": "soon"}, "TTL sets ttl to 'soon'; it must be a number of seconds, or none"),
+        ({"HF_TIERED_CACHE_REMOTE": ""}, "REMOTE sets remote to ''; it must be an address, such as s3://bucket/prefix"),
         ({"HF_TIERED_CACHE_HOST_MEM": "1GiB"}, "did you mean 'HF_TIERED_CACHE_HOST_MEMORY'"),
     ],
 )
