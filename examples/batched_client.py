@@ -69,11 +69,14 @@ async def ask(client: Any, model: str, text: str, question: str, new_tokens: int
 async def ask_all(url: str, text: str, questions: list[str], new_tokens: int) -> list[Answer]:
     """Ask all questions at once, of the model that the server lists first."""
     try:
-        from openai import AsyncOpenAI
+        from openai import APIConnectionError, AsyncOpenAI
     except ImportError:
         raise SystemExit("this example needs OpenAI's client: pip install openai") from None
     async with AsyncOpenAI(base_url=url, api_key="none") as client:
-        model = (await client.models.list()).data[0].id
+        try:
+            model = (await client.models.list()).data[0].id
+        except APIConnectionError:
+            raise SystemExit(f"no server answers at {url}; start one first (see --help)") from None
         return await asyncio.gather(*(ask(client, model, text, question, new_tokens) for question in questions))
 
 

@@ -197,6 +197,8 @@ def test_the_example_of_a_client_asks_at_once_and_shows_what_was_cached(model, t
             assert len(rows) == 3
             assert all(0 <= int(cached) < int(tokens) for tokens, cached, *_ in rows)
             assert all(int(cached) > 100 for _, cached, *_ in rows) or not again
+    with pytest.raises(SystemExit, match=f"no server answers at {client.base_url}"):
+        example.main()
     monkeypatch.setitem(sys.modules, "openai", None)
     with pytest.raises(SystemExit, match="pip install openai"):
         example.main()
