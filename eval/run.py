@@ -221,7 +221,8 @@ def _begin(out: Path, config: dict[str, Any]) -> None:
 def _show_all() -> None:
     console = Console()
     table = Table(title="Tasks", title_justify="left")
-    for heading in ("task", "metric", "what"):
+    table.add_column("task", min_width=max(map(len, TASKS)))  # --tasks needs whole names
+    for heading in ("metric", "what"):
         table.add_column(heading)
     for task in TASKS.values():
         table.add_row(task.name, task.metric, task.about)
