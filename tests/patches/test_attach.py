@@ -90,8 +90,8 @@ def test_importing_patches_nothing():
 
 def test_two_models_of_one_family_do_not_disturb_each_other(tmp_path):
     """They share the modelling code that is patched; either may be detached first."""
+    one, two = build("llama", seed=1), build("llama", seed=2)  # imports the module, not yet patched
     function = sys.modules["transformers.models.llama.modeling_llama"].apply_rotary_pos_emb
-    one, two = build("llama", seed=1), build("llama", seed=2)
     with KVStore(tmp_path) as store:
         for model in (one, two):
             model.generate(prompt(60), past_key_values=TieredCache(model, store), **GREEDY)
