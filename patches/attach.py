@@ -239,7 +239,7 @@ class _Wrapper(Replacement):
         return False
 
     def take_cache(self, kwargs: dict[str, Any]) -> Any:
-        """Return the cache among the arguments, or None. One of ours is renamed to the argument of the method.
+        """Return the cache among the arguments, or None. One of ours, and None, get the argument name of the method.
 
         Code for either name of the argument therefore runs with every version of transformers, without a warning.
         """
@@ -248,6 +248,10 @@ class _Wrapper(Replacement):
         )
         if name != self.cache_argument and isinstance(cache, ServedCache):
             kwargs[self.cache_argument] = kwargs.pop(name)
+        elif cache is None:
+            for other in CACHE_ARGUMENTS:
+                if other != self.cache_argument:
+                    kwargs.pop(other, None)
         return cache
 
 
