@@ -250,8 +250,12 @@ class ReportsCachedTokens:
         return response
 
 
+_STREAM_ERROR = 'data: {"error": "'
+"""Beginning of transformers' error in a stream, in whose place OpenAI's clients show a general message."""
+
+
 async def _events(events: Any, own_stats: list[PromptStats]) -> AsyncIterator[str]:
-    """Yield server-sent events, with the number of cached tokens in the event that has `usage`."""
+    """Yield server-sent events, with the number of cached tokens in the event that has `usage`, and readable errors."""
     try:
         async for batch in events:
             lines = str(batch).split("\n")
@@ -260,6 +264,9 @@ async def _events(events: Any, own_stats: list[PromptStats]) -> AsyncIterator[st
                     field, _, data = line.partition(" ")
                     document = _with_cached_tokens(json.loads(data), own_stats)
                     lines[number] = f"{field} {json.dumps(document, ensure_ascii=False)}"
+                elif line.startswith(_STREAM_ERROR) and line.endswith('"}'):
+                    reason = line.removeprefix(_STREAM_ERROR).removesuffix('"}')
+                    lines[number] = f"data: {json.dumps(error_body(reason, 500))}"
             yield "\n".join(lines)
     finally:
         await events.aclose()
