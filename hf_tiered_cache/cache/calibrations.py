@@ -253,9 +253,10 @@ def prefix_costs(
 
     They hold for this model, device, I/O engine and provenance (codec). Tiers that were not measured are left out.
     Beyond the longest measured prefix, the compute cost per token grows linearly, and restoring takes as long per
-    further token as between the two longest ones.
+    further token as between the two longest ones. All costs are times the `cost_factors`.
     """
-    measured = _loaded(PrefixCosts, records_of(storage, _prefix_name(storage, fingerprint, device, provenance)))
+    records = storage.calibrations.read()
+    measured = _loaded(PrefixCosts, records.get(_prefix_name(storage, fingerprint, device, provenance), []))
     if not measured:
         return None
     restore, load = (
@@ -267,7 +268,8 @@ def prefix_costs(
     longest = max(measured, key=lambda costs: costs.tokens)
     growth = min(longest.growth, *(costs.compute / costs.tokens for costs in measured))  # no token costs below 0
     compute += growth * max(0, tokens - longest.tokens)
-    return PrefixCosts(tokens, compute, restore, load, overhead, growth)
+    factors = _factors_in(records.get(_factors_name(storage, fingerprint, device), []))
+    return PrefixCosts(tokens, compute, restore, load, overhead, growth).scaled(factors)
 
 
 def _by_tier(tokens: int, measured: dict[int, dict[str, float]]) -> dict[str, float]:

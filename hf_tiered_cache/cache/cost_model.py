@@ -28,7 +28,6 @@ from .calibrations import (
     CostFactors,
     PrefixCosts,
     calibrated_ratio,
-    cost_factors,
     prefix_costs,
     quality_budget,
     warn_of_loss,
@@ -105,8 +104,7 @@ def costs_of_codec(
 ) -> PrefixCosts | None:
     """Return the costs for `tokens` tokens of exact KV in a codec, or None if nothing was measured.
 
-    They are the calibrated costs times the factors that returning conversations have shown. Without a measurement with
-    this codec, the disk's costs are those of raw KV, scaled by the bytes.
+    Without a measurement with this codec, the disk's costs are those of raw KV, scaled by the bytes.
     """
     model = attachment.model
     of_codec = partial(prefix_costs, storage, fingerprint, model.device, tokens=tokens)
@@ -114,9 +112,7 @@ def costs_of_codec(
     if costs is None and codec != RAW and (costs := of_codec(EXACT)) is not None:
         coded_bytes = sum(field.dtype.itemsize * field.dim for field in make_codec(codec).fields(model.dtype, _DIM))
         costs = costs.scaled(CostFactors(load=coded_bytes / (model.dtype.itemsize * _DIM)))
-    if costs is None:
-        return None
-    return costs.scaled(cost_factors(storage, fingerprint, model.device))
+    return costs
 
 
 def _may_recompute_prefix(plan: Plan, sequence: SequenceState) -> bool:

@@ -19,7 +19,7 @@ from ..errors import StoreError
 from ..restore.plan import Plan, RecomputePlan
 from ..stats import TIERS, RequestStats
 from ..store import EXACT
-from .calibrations import CostFactors, PrefixCosts, change_cost_factors, cost_factors, prefix_costs
+from .calibrations import CostFactors, PrefixCosts, change_cost_factors, prefix_costs
 from .storage import Storage
 
 _STEP = 1.25
@@ -156,9 +156,9 @@ def renew_costs(storage: Storage, fingerprint: str, device: torch.device, ratios
 def seconds_to_compute(
     storage: Storage, pace: Pace, fingerprint: str, device: torch.device, tokens: int
 ) -> float | None:
-    """Return the seconds to compute a prompt: by the corrected calibration, else by the observed pace, else None."""
+    """Return the seconds to compute a prompt: by the calibration, else by the observed pace, else None."""
     costs = prefix_costs(storage, fingerprint, device, EXACT, tokens)
     if costs is not None:
-        return cost_factors(storage, fingerprint, device).compute * float(costs.computing(tokens))
+        return float(costs.computing(tokens))
     per_token = pace.per_token(fingerprint)
     return None if per_token is None else tokens * per_token
