@@ -62,8 +62,8 @@ class CacheState:
         """Reason why the content of the cache can be neither stored nor restored, or an empty string."""
         self.ended: SequenceState | None = None
         """State of the tokens before the cache began to run without the store, if there are any."""
-        self.plain: History | None = None
-        """All tokens of a cache that runs without the store, without padding; None if they are not known."""
+        self.history: History | None = None
+        """All tokens in the cache: those of the sequence, if there is one. None if they are not known."""
         self.conversation: Conversation | None = None
         """Conversation that the cache continues, if it has an id."""
         self.unreported = True
@@ -193,7 +193,7 @@ class CacheState:
 
     def follow(self, cache: LayeredCache, sequence: SequenceState) -> None:
         """Attach a sequence to the cache. Its computed KV is stored even after the cache is garbage collected."""
-        self.sequence = sequence
+        self.sequence, self.history = sequence, sequence.history
         if self.options.record:
             self.store.register(sequence.recorder)
             self._finish = weakref.finalize(cache, self.store.writer.soon, sequence.recorder.finish)
@@ -248,13 +248,8 @@ class CacheState:
             self.sequence.recorder.crop(count)
             if self.observer is not None:
                 self.observer.crop(self.sequence.history.num_positions)
-        elif self.plain is not None:
-            self.plain.crop(min(count, self.plain.num_positions))
-
-    @property
-    def history(self) -> History | None:
-        """History of the tokens in the cache; None if they are not known."""
-        return self.plain if self.sequence is None else self.sequence.history
+        elif self.history is not None:
+            self.history.crop(min(count, self.history.num_positions))
 
     def select(self, rows: torch.Tensor) -> None:
         """Reorder the rows: row i becomes the former row `rows[i]`."""
@@ -262,8 +257,8 @@ class CacheState:
             self.sequence.recorder.select(rows)
             if self.observer is not None:
                 self.observer.select(rows)
-        elif self.plain is not None:
-            self.plain.select(rows.tolist())
+        elif self.history is not None:
+            self.history.select(rows.tolist())
 
     def finish(self) -> None:
         """Store the computed KV before the cache is cleared, so that the next lookup finds it."""
@@ -277,20 +272,20 @@ class CacheState:
         """Run later passes without the store. `rest` are cached tokens that the history lacks, int `[rows, n]`."""
         self.bypass = reason
         if (ended := self.sequence) is not None:
-            self.plain, self.sequence, self.ended = ended.history.fork(), None, ended
+            self.history, self.sequence, self.ended = ended.history.fork(), None, ended
             if rest is not None:
-                self.plain.append(rest)
+                self.history.append(rest)
             with suppress(StoreClosedError):  # the request itself continues
                 ended.recorder.seal()
 
     def _note_plain(self, cache: LayeredCache, ids: torch.Tensor | None) -> None:
         """Note the tokens of a pass without the store, int `[rows, n]`, if all cached tokens are known."""
-        before = 0 if self.plain is None else self.plain.num_positions
+        before = 0 if self.history is None else self.history.num_positions
         if ids is None or ids.ndim != 2 or before + ids.shape[1] != cache.get_seq_length():
             return
-        if self.plain is None or not before:
-            self.plain = History(PrefixHasher(()), [0] * len(ids))
-        self.plain.append(ids)
+        if self.history is None or not before:
+            self.history = History(PrefixHasher(()), [0] * len(ids))
+        self.history.append(ids)
 
     def _report_prompt(self, reason: str, tokens_kept: int = 0) -> None:
         """Count a prompt after its first pass, and report the result."""

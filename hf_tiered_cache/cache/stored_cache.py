@@ -270,9 +270,10 @@ class StoredCache(Cache, ServedCache):
         twin.layers = [layer.fork() if isinstance(layer, DenseSource) else layer for layer in self.layers]
         twin.kv_sources = kv_sources(twin.layers)
         twin._executor.bypass, twin._executor.unreported = executor.bypass, executor.unreported
-        twin._executor.plain = None if executor.plain is None else executor.plain.fork()
         if executor.sequence is not None:
             twin._executor.follow(twin, executor.sequence.fork(twin._executor.collector))
+        elif executor.history is not None:
+            twin._executor.history = executor.history.fork()
         if executor.observer is not None:
             twin._executor.observer = executor.observer.fork(twin.kv_sources)
         return twin
