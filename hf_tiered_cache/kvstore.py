@@ -19,7 +19,7 @@ from .cache.storage import DEFAULT_POLICY, Storage
 from .errors import ConfigError, unknown_name, with_type
 from .operations.documents import BATCH_TOKENS, finish_documents, remove_documents
 from .remote.write_back import WRITES
-from .stats import Counters, StoreStats
+from .stats import StoreStats
 from .store import maintain
 from .store.backend import SegmentBackend
 from .store.backends import open_backend, open_remote
@@ -30,6 +30,7 @@ from .store.conversations import ConversationInfo
 from .store.disk import SegmentStore
 from .store.documents import DocumentInfo
 from .store.engines import Engine
+from .store.faults import Counters
 from .store.folder import FolderBackend
 from .store.geometry import Geometry
 from .store.lazy import torch

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import copy
-import html
-import threading
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from .units import format_bytes
+from .units import format_bytes, format_seconds, listing, render, render_html
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -24,47 +18,12 @@ _MOST_PASSAGES = 8
 Tier = TypeVar("Tier")
 
 
-def render(table: Table) -> str:
-    """Render a table as plain text."""
-    from rich.console import Console
-
-    console = Console(width=80, color_system=None, force_terminal=False)
-    with console.capture() as capture:
-        console.print(table)
-    return "\n".join(line.rstrip() for line in capture.get().rstrip().splitlines())
-
-
-def render_html(table: Table) -> str:
-    """Render a table as HTML, for notebooks."""
-
-    def row(tag: str, cells: Iterable[object]) -> str:
-        styled = zip(cells, table.columns, strict=True)
-        return "".join(f'<{tag} style="text-align: {c.justify}">{html.escape(str(cell))}</{tag}>' for cell, c in styled)
-
-    title = f"<caption>{html.escape(str(table.title))}</caption>" if table.title else ""
-    head = f"<tr>{row('th', (c.header for c in table.columns))}</tr>" if table.show_header else ""
-    body = "".join(f"<tr>{row('td', cells)}</tr>" for cells in zip(*(c.cells for c in table.columns), strict=True))
-    return f"<table>{title}{head}{body}</table>"
-
-
-def _listing(title: str, rows: Iterable[tuple[str, str]]) -> Table:
-    """Return a table of names and values."""
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left", show_header=False)
-    table.add_column()
-    table.add_column(justify="right")
-    for row in rows:
-        table.add_row(*row)
-    return table
-
-
 def _printed(name: str, value: object) -> str:
     """Return the value of a figure for printing; floats are seconds."""
     if isinstance(value, dict):
         return ", ".join(f"{reason}: {count}" for reason, count in value.items()) or "none"
     if isinstance(value, float):
-        return _duration(value)
+        return format_seconds(value)
     if isinstance(value, int) and "bytes" in name:
         return format_bytes(value)
     return str(value)
@@ -243,7 +202,7 @@ class RequestDetails(_Printable):
 
     def _tables(self) -> list[Table]:
         names = {f.name: f.name.removesuffix("_seconds").replace("_", " ") for f in fields(self)}
-        return [_listing("Details", [(label, _printed(name, getattr(self, name))) for name, label in names.items()])]
+        return [listing("Details", [(label, _printed(name, getattr(self, name))) for name, label in names.items()])]
 
 
 @dataclass
@@ -317,10 +276,10 @@ class RequestStats(_Figures[TierStats]):
             ("requests", self.requests),
             ("tokens restored / computed / stored", self.tokens_restored, self.tokens_computed, self.tokens_stored),
             ("read from disk", format_bytes(self.bytes_read)),
-            ("waited for KV", _duration(self.stall_seconds)),
+            ("waited for KV", format_seconds(self.stall_seconds)),
         ]
         if self.seconds_saved:
-            rows.append(("saved, estimated", _duration(self.seconds_saved)))
+            rows.append(("saved, estimated", format_seconds(self.seconds_saved)))
         if self.tokens_recomputed:
             rows.insert(2, ("restored tokens recomputed", self.tokens_recomputed))
         if self.tokens_attended != self.tokens_restored:
@@ -345,111 +304,7 @@ class RequestStats(_Figures[TierStats]):
             tiers.add_column(heading, justify="left" if heading == "tier" else "right")
         for name, tier in self.tiers.items():
             tiers.add_row(name, str(tier.blocks), format_bytes(tier.bytes), str(tier.hits), str(tier.misses))
-        return [_listing("TieredCache", [(str(name), " / ".join(map(str, values))) for name, *values in rows]), tiers]
-
-
-_DETAILS = frozenset(f.name for f in fields(RequestDetails))
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds * 1e3:.1f} ms" if seconds < 10 else f"{seconds:,.1f} s"
-
-
-class StatsCollector:
-    """Thread-safe collector of a `RequestStats`, for the request's thread and the reading threads."""
-
-    def __init__(self) -> None:
-        self.stats = RequestStats()
-        self.total: StatsCollector | None = None
-        """Collector that also counts everything counted here, for a sum over requests; or None."""
-        self.on_section: Callable[[str, float, float], None] | None = None
-        """Called with the figure, begin and end of each timed section, by `time.perf_counter`; or None."""
-        self._lock = threading.Lock()
-        self._active_reads = 0
-        self._reading_since = 0.0
-        self._more_to_read = False
-        self._idle_since: float | None = None  # set while no read is in progress and another one follows
-
-    def add(self, **amounts: float) -> None:
-        """Add amounts to the named figures."""
-        with self._lock:
-            for name, amount in amounts.items():
-                figures = self.stats.details if name in _DETAILS else self.stats
-                setattr(figures, name, getattr(figures, name) + amount)
-        if self.total is not None:
-            self.total.add(**amounts)
-
-    def explain(self, reason: str) -> None:
-        """Count a reason why a prompt was not restored, not stored, or read more than needed."""
-        with self._lock:
-            self.stats.reasons[reason] = self.stats.reasons.get(reason, 0) + 1
-        if self.total is not None:
-            self.total.explain(reason)
-
-    def set_passages(self, passages: list[PassageStats]) -> None:
-        """Replace the statistics of the prompt's passages."""
-        with self._lock:
-            self.stats.passages = passages
-
-    def looked_up(self, tier: str, num_found: int, num_missing: int, nbytes: int) -> None:
-        """Count the blocks that were looked up in `tier`: those found, which it delivers, and those missing."""
-        with self._lock:
-            counts = self.stats.tiers[tier]
-            counts.hits += num_found
-            counts.misses += num_missing
-            counts.blocks += num_found
-            counts.bytes += nbytes
-        if self.total is not None:
-            self.total.looked_up(tier, num_found, num_missing, nbytes)
-
-    def read_started(self) -> None:
-        if self.total is not None:
-            self.total.read_started()
-        idle = 0.0
-        with self._lock:
-            if self._active_reads == 0:
-                self._reading_since = time.perf_counter()
-                if self._idle_since is not None:
-                    idle, self._idle_since = self._reading_since - self._idle_since, None
-            self._active_reads += 1
-        if idle:
-            self.add(load_idle_seconds=idle)
-
-    def expect_reads(self, has_more: bool) -> None:
-        """Note whether the current pass still has reads to start."""
-        with self._lock:
-            self._more_to_read = has_more
-
-    def forget_reads(self) -> None:
-        """Note that the current pass has ended, and starts no more reads."""
-        with self._lock:
-            self._more_to_read, self._idle_since = False, None
-
-    def read_done(self, nbytes: int) -> None:
-        """Note that a read has ended and delivered `nbytes` bytes (0 if it failed)."""
-        if self.total is not None:
-            self.total.read_done(nbytes)
-        with self._lock:
-            self.stats.bytes_read += nbytes
-            self._active_reads -= 1
-            if self._active_reads == 0:
-                now = time.perf_counter()
-                self.stats.details.io_seconds += now - self._reading_since
-                if self.on_section is not None:
-                    self.on_section("io_seconds", self._reading_since, now)
-                self._idle_since = now if self._more_to_read else None
-
-    @contextmanager
-    def timing(self, name: str) -> Iterator[None]:
-        """Add the duration of the body, in seconds, to the figure `name`."""
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            ended = time.perf_counter()
-            self.add(**{name: ended - started})
-            if self.on_section is not None:
-                self.on_section(name, started, ended)
+        return [listing("TieredCache", [(str(name), " / ".join(map(str, values))) for name, *values in rows]), tiers]
 
 
 @dataclass
@@ -523,20 +378,4 @@ class StoreStats(_Figures[TierUse]):
                 rows += [(f"remote {name.replace('_', ' ')}", _printed(name, figure)) for name, figure in figures]
             else:
                 rows.append((f.name.replace("_", " "), _printed(f.name, value)))
-        return [_listing("KVStore", rows)]
-
-
-class Counters:
-    """Thread-safe collector of a `StoreStats`."""
-
-    def __init__(self) -> None:
-        self._stats = StoreStats()
-        self._lock = threading.RLock()  # reentrant: finalizers count, too
-
-    def add(self, name: str, amount: int = 1) -> None:
-        with self._lock:
-            setattr(self._stats, name, getattr(self._stats, name) + amount)
-
-    def snapshot(self) -> StoreStats:
-        with self._lock:
-            return copy.deepcopy(self._stats)
+        return [listing("KVStore", rows)]

@@ -32,8 +32,9 @@ from .kvstore import KVStore, open_store, storage_of
 from .methods import BudgetMethod, ForConversation, Method, make_method
 from .operations.calibrate import calibrate_once
 from .patches.attach import attach, attachment_of, detach
-from .stats import RequestStats, StatsCollector
+from .stats import RequestStats
 from .store.conversations import conversation_name
+from .tiers.collector import StatsCollector
 
 logger = logging.getLogger("hf_tiered_cache")
 

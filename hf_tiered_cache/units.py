@@ -1,11 +1,17 @@
-"""Conversion between numbers of bytes and sizes in text; no other module does this."""
+"""Sizes, durations and tables as text; no other module converts between numbers of bytes and text."""
 
 from __future__ import annotations
 
+import html
 import re
+from collections.abc import Iterable
 from decimal import Decimal
+from typing import TYPE_CHECKING
 
 from .errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 _SIZE = re.compile(r"(\d+|\d*\.?\d+(?= *[a-z])) *([a-z]*)", re.IGNORECASE | re.ASCII)
 """A whole number of bytes, or a number and a unit."""
@@ -41,3 +47,43 @@ def format_bytes(nbytes: float) -> str:
     import humanize  # with rich, only needed to print: measurements run without both
 
     return humanize.naturalsize(nbytes, binary=True)
+
+
+def format_seconds(seconds: float) -> str:
+    """Return a duration in milliseconds or seconds, such as "1.5 ms"."""
+    return f"{seconds * 1e3:.1f} ms" if seconds < 10 else f"{seconds:,.1f} s"
+
+
+def render(table: Table) -> str:
+    """Render a table as plain text."""
+    from rich.console import Console
+
+    console = Console(width=80, color_system=None, force_terminal=False)
+    with console.capture() as capture:
+        console.print(table)
+    return "\n".join(line.rstrip() for line in capture.get().rstrip().splitlines())
+
+
+def render_html(table: Table) -> str:
+    """Render a table as HTML, for notebooks."""
+
+    def row(tag: str, cells: Iterable[object]) -> str:
+        styled = zip(cells, table.columns, strict=True)
+        return "".join(f'<{tag} style="text-align: {c.justify}">{html.escape(str(cell))}</{tag}>' for cell, c in styled)
+
+    title = f"<caption>{html.escape(str(table.title))}</caption>" if table.title else ""
+    head = f"<tr>{row('th', (c.header for c in table.columns))}</tr>" if table.show_header else ""
+    body = "".join(f"<tr>{row('td', cells)}</tr>" for cells in zip(*(c.cells for c in table.columns), strict=True))
+    return f"<table>{title}{head}{body}</table>"
+
+
+def listing(title: str, rows: Iterable[tuple[str, str]]) -> Table:
+    """Return a table of names and values."""
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    for row in rows:
+        table.add_row(*row)
+    return table

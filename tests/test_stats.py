@@ -7,7 +7,9 @@ import json
 import pytest
 
 from hf_tiered_cache import stats
-from hf_tiered_cache.stats import Counters, RequestStats, StatsCollector, StoreStats
+from hf_tiered_cache.stats import RequestStats, StoreStats
+from hf_tiered_cache.store.faults import Counters
+from hf_tiered_cache.tiers.collector import StatsCollector
 
 
 def test_tiers_have_their_names():

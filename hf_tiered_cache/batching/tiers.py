@@ -25,8 +25,8 @@ from ..errors import ConfigError, StoreClosedError
 from ..identity import Identity
 from ..methods import ForConversation, Method, PrefixMethod
 from ..patches.attach import Attachment
-from ..stats import StatsCollector
 from ..store.geometry import HASH_TOKENS
+from ..tiers.collector import StatsCollector
 from .engine import Engine, Listener, Pages, id_of, parent_id_of
 from .lookups import LayerRotations, Lookups, observe_rotations, windows_of
 from .packed import GraphKV, Packed, PackedKV, PassCapture, PassJoiner, without_biases

@@ -21,7 +21,7 @@ from ..methods import ForConversation, Method, Passages
 from ..patches.attach import Attachment
 from ..patches.scope import follows_cache
 from ..restore.hashes import History, PrefixHasher
-from ..stats import StatsCollector
+from ..tiers.collector import StatsCollector
 from .conversation import Conversation
 from .cost_model import with_measured_settings
 from .observed import Pace, seconds_to_compute

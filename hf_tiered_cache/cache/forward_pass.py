@@ -29,9 +29,9 @@ from ..selection.decode import DecodeSelection, DecodeSelector
 from ..selection.indexes import IndexSidecars
 from ..selection.prompt import SelectiveRestore
 from ..selection.streamed import StreamedPrefix
-from ..stats import StatsCollector
 from ..store.geometry import LayerKV
 from ..store.memory import to_device, to_host
+from ..tiers.collector import StatsCollector
 from .recorder import Recorder
 from .storage import Storage
 from .suitability import cannot_select, needs_attention

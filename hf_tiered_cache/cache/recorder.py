@@ -16,13 +16,13 @@ import torch
 from ..errors import StoreClosedError
 from ..reasons import NO_ROOM, ODD_MASK, WEIGHTS_CHANGED
 from ..restore.hashes import History
-from ..stats import StatsCollector
 from ..store import EXACT
 from ..store.format import SegmentHeader, end_of_chain, segment_id
 from ..store.geometry import HASH_TOKENS, Geometry, LayerKV, block_groups
 from ..store.shape import SegmentShape, TokenTables
 from ..store.threads import RepairGuard
 from ..store.writer import KeptOnDevice, PendingSegment
+from ..tiers.collector import StatsCollector
 from .captured import CapturedKV, SegmentTable
 from .request import DecodingCheck
 

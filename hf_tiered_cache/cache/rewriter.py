@@ -19,7 +19,6 @@ import numpy as np
 
 from ..errors import IntegrityError, StoreError
 from ..passages.ranking import RANKED_IN_CONTEXT, KeptRankings
-from ..stats import StatsCollector
 from ..store import EXACT
 from ..store.codecs import coded_provenance
 from ..store.conversations import Conversations
@@ -29,6 +28,7 @@ from ..store.lazy import torch
 from ..store.relayout import join_segments
 from ..store.segment import SegmentReader
 from ..store.shape import TokenTables
+from ..tiers.collector import StatsCollector
 from ..tiers.handles import BlockRequest
 from ..tiers.residency import Residency
 from ..tiers.scores import TokenImportance, size_of

@@ -21,12 +21,12 @@ from ..remote.tier import Seconds
 from ..restore.hashes import History, PassageHasher
 from ..restore.plan import BudgetPlan, PassagesPlan, Plan, PlanContext
 from ..restore.rows import RowGroup, SegmentSlice
-from ..stats import StatsCollector
 from ..store import EXACT
 from ..store.codecs import codec_in, coded_provenance
 from ..store.format import is_passage
 from ..store.geometry import HASH_TOKENS
 from ..store.shape import SegmentShape
+from ..tiers.collector import StatsCollector
 from .recorder import Recorder
 from .request import Request, left_padding
 from .storage import Storage

@@ -20,8 +20,9 @@ from ..patches.attention import can_select
 from ..patches.scope import ServedCache, current
 from ..restore.plan import Plan
 from ..restore.rows import SegmentSlice
-from ..stats import RequestStats, StatsCollector
+from ..stats import RequestStats
 from ..store.geometry import HASH_TOKENS
+from ..tiers.collector import StatsCollector
 from .cache_state import CacheOptions
 from .executor import Executor
 from .spot_check import deviation, held_from, tolerance

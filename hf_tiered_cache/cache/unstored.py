@@ -9,13 +9,13 @@ import numpy as np
 
 from ..errors import EvictedError
 from ..restore.plan import Plan, RecomputePlan
-from ..stats import StatsCollector
 from ..store.container import Group
 from ..store.geometry import BlockGroup, LayerKV
 from ..store.lazy import torch
 from ..store.relayout import unstored_blocks, unstored_shape
 from ..store.segment import SegmentReader, UnstoredPrefixReader, owners_of_unstored
 from ..store.shape import SegmentShape
+from ..tiers.collector import StatsCollector
 from ..tiers.handles import BlockRequest
 from ..tiers.residency import Residency
 from .captured import CapturedKV

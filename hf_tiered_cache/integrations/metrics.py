@@ -13,7 +13,8 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..kvstore import KVStore
-from ..stats import RemoteStats, RequestStats, StatsCollector, StoreStats, TierUse
+from ..stats import RemoteStats, RequestStats, StoreStats, TierUse
+from ..tiers.collector import StatsCollector
 
 if TYPE_CHECKING:
     from opentelemetry.metrics import CallbackOptions, Meter, Observation

@@ -45,9 +45,9 @@ from ..batching.tiers import check_method
 from ..errors import ConfigError
 from ..kvstore import KVStore
 from ..methods import Method
-from ..stats import StatsCollector
 from ..store.faults import LINE_FORMAT, Notices
 from ..tiered_cache import TieredCache, TieredSession
+from ..tiers.collector import StatsCollector
 from .hub import go_offline_without_hub, unloadable
 from .metrics import MetricsOf, export_to_opentelemetry
 from .serve_requests import (

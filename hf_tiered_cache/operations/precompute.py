@@ -19,8 +19,9 @@ from ..methods import BudgetMethod, Exact, Method, PrefixMethod, make_method
 from ..patches.attach import attach
 from ..restore.plan import BudgetPlan, Plan
 from ..restore.prefetch import PlanUnit, units_of
-from ..stats import TIERS, RequestStats, StatsCollector
+from ..stats import TIERS, RequestStats
 from ..store.geometry import HASH_TOKENS
+from ..tiers.collector import StatsCollector
 from ..tiers.handles import BlockRequest
 from ..units import format_bytes
 

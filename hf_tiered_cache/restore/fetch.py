@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from ..errors import EvictedError, IntegrityError, RestoreError
-from ..stats import StatsCollector
 from ..store.geometry import BlockGroup, FieldSlot, Part
 from ..store.segment import SegmentReader
+from ..tiers.collector import StatsCollector
 from ..tiers.handles import BlockHandle, BlockRequest, FetchedBlocks
 from ..tiers.residency import Residency
 from ..tiers.slabs import NO_BLOCKS, Blocks

@@ -24,8 +24,8 @@ import numpy as np
 import torch
 
 from ..restore.fetch import Fetcher
-from ..stats import StatsCollector
 from ..store.memory import to_device
+from ..tiers.collector import StatsCollector
 from ..tiers.residency import Residency
 from .fetched import Request, Rotate, RowPrefix, RowTokens, UnitTable
 from .held import Fetches, HeldChunks, Moves, Window

@@ -25,12 +25,11 @@ from ..errors import (
     StoreBusyError,
     StoreError,
 )
-from ..stats import Counters
 from .backend import SegmentBackend, Upload
 from .catalogue import SegmentRow
 from .cipher import Plain
 from .container import Group, PackedBlocks, content_of, write_blocks
-from .faults import Faults, figure_of, is_of_the_process, out_of_descriptors
+from .faults import Counters, Faults, figure_of, is_of_the_process, out_of_descriptors
 from .format import SegmentHeader, encode_head, lay_out
 from .lazy import torch
 from .quota import Limits, Space

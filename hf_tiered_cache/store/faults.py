@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import logging
 import sys
-from typing import TYPE_CHECKING
+import threading
 
 from ..errors import FormatError, IntegrityError, NotOursError, OtherKeyError
-
-if TYPE_CHECKING:
-    from ..stats import Counters
+from ..stats import StoreStats
 
 LOGGER = logging.getLogger("hf_tiered_cache")
 LINE_FORMAT = "[hf_tiered_cache] %(message)s"
@@ -46,6 +45,22 @@ class Notices:
         if topic not in self._logged:
             self._logged.add(topic)
             LOGGER.warning("%s", message)
+
+
+class Counters:
+    """Thread-safe collector of a `StoreStats`."""
+
+    def __init__(self) -> None:
+        self._stats = StoreStats()
+        self._lock = threading.RLock()  # reentrant: finalizers count, too
+
+    def add(self, name: str, amount: int = 1) -> None:
+        with self._lock:
+            setattr(self._stats, name, getattr(self._stats, name) + amount)
+
+    def snapshot(self) -> StoreStats:
+        with self._lock:
+            return copy.deepcopy(self._stats)
 
 
 class Faults(Notices):

@@ -16,9 +16,9 @@ from functools import partial
 
 import numpy as np
 
-from ..stats import StatsCollector
 from ..store.lazy import torch
 from ..store.segment import read_batch
+from .collector import StatsCollector
 from .device import DeviceMemory, DoneEvent
 from .handles import BlockHandle, BlockRequest, FetchedBlocks, LateCheck, Pin
 from .pool import Tier

@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from hf_tiered_cache import KVStore, TieredCache, tiered
 from hf_tiered_cache.integrations.metrics import MetricsOf, export_to_opentelemetry
-from hf_tiered_cache.stats import StatsCollector
+from hf_tiered_cache.tiers.collector import StatsCollector
 
 
 def read(metrics):

@@ -23,8 +23,8 @@ from paged import finished, greedy, paging
 from transformers.utils.import_utils import is_serve_available
 
 from hf_tiered_cache import Exact, KVStore, TieredCache, UnsupportedModelError
-from hf_tiered_cache.stats import StatsCollector
 from hf_tiered_cache.tiered_cache import TieredSession
+from hf_tiered_cache.tiers.collector import StatsCollector
 
 if not is_serve_available():
     pytest.skip("the server needs the extra `serve`", allow_module_level=True)

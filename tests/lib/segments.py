@@ -15,11 +15,11 @@ import processes
 import torch
 from drawn_faults import du
 
-from hf_tiered_cache.stats import Counters
 from hf_tiered_cache.store.backend import SegmentBackend
 from hf_tiered_cache.store.cipher import Plain
 from hf_tiered_cache.store.disk import SegmentStore
 from hf_tiered_cache.store.engines import PosixEngine
+from hf_tiered_cache.store.faults import Counters
 from hf_tiered_cache.store.folder import FolderBackend, head_of_file
 from hf_tiered_cache.store.format import HASH_BYTES, SegmentHeader
 from hf_tiered_cache.store.geometry import HASH_TOKENS, Geometry, KVLayout, LayerKV

@@ -18,9 +18,9 @@ from hf_tiered_cache.errors import IntegrityError
 from hf_tiered_cache.layers import dense as dense_module
 from hf_tiered_cache.methods import ContiguousKV, Exact, Impress
 from hf_tiered_cache.restore.fetch import Fetcher
-from hf_tiered_cache.stats import StatsCollector
 from hf_tiered_cache.store.geometry import Geometry
 from hf_tiered_cache.tiers import device as device_module
+from hf_tiered_cache.tiers.collector import StatsCollector
 from hf_tiered_cache.tiers.handles import BlockRequest
 from hf_tiered_cache.tiers.residency import Residency
 from hf_tiered_cache.tiers.slabs import RESERVED

@@ -20,12 +20,12 @@ from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.methods import METHODS, Exact, Impress, Method
 from hf_tiered_cache.reasons import MERGED
 from hf_tiered_cache.restore.prefetch import units_of
-from hf_tiered_cache.stats import StatsCollector
 from hf_tiered_cache.store.codecs import coded_provenance, make_codec, merged_codec
 from hf_tiered_cache.store.geometry import BLOCK_ALIGNMENT, Geometry, aligned, block_groups
 from hf_tiered_cache.store.pairs import encode
 from hf_tiered_cache.store.relayout import join_segments
 from hf_tiered_cache.store.shape import TokenTables
+from hf_tiered_cache.tiers.collector import StatsCollector
 
 pytestmark = pytest.mark.usefixtures("unfolded")
 

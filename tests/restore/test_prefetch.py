@@ -25,9 +25,9 @@ from hf_tiered_cache.restore.gather import Gather
 from hf_tiered_cache.restore.plan import Plan
 from hf_tiered_cache.restore.prefetch import Prefetch
 from hf_tiered_cache.restore.rows import RowGroup, SegmentSlice
-from hf_tiered_cache.stats import StatsCollector
 from hf_tiered_cache.store.geometry import ALIGNMENT, Geometry, KVLayout, LayerKV
 from hf_tiered_cache.store.shape import SegmentShape, TokenTables
+from hf_tiered_cache.tiers.collector import StatsCollector
 from hf_tiered_cache.tiers.handles import BlockRequest, FetchedBlocks
 
 CPU = torch.device("cpu")

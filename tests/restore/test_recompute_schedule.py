@@ -28,8 +28,8 @@ from hf_tiered_cache.methods import make_method
 from hf_tiered_cache.restore.plan import Plan
 from hf_tiered_cache.restore.rows import RowGroup, SegmentSlice
 from hf_tiered_cache.restore.schedule import RATIOS, STEEPNESS, Load, Streams, fastest, recompute_lengths
-from hf_tiered_cache.stats import StatsCollector
 from hf_tiered_cache.store.geometry import Geometry, KVLayout, LayerKV, block_groups, in_groups
+from hf_tiered_cache.tiers.collector import StatsCollector
 
 CPU = torch.device("cpu")
 TOKENS = 198

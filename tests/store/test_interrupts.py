@@ -29,7 +29,6 @@ from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.cache.sequence import SequenceState
 from hf_tiered_cache.cache.storage import _seal
 from hf_tiered_cache.patches.scope import current
-from hf_tiered_cache.stats import StatsCollector
 from hf_tiered_cache.store.catalogue import Catalogue
 from hf_tiered_cache.store.database import transaction
 from hf_tiered_cache.store.disk import SegmentStore
@@ -37,6 +36,7 @@ from hf_tiered_cache.store.engines.posix import PosixFile
 from hf_tiered_cache.store.threads import Worker
 from hf_tiered_cache.store.tree import open_regular
 from hf_tiered_cache.tiers import device as device_module
+from hf_tiered_cache.tiers.collector import StatsCollector
 from hf_tiered_cache.tiers.device import CopyStream
 from hf_tiered_cache.tiers.handles import BlockRequest
 from hf_tiered_cache.tiers.residency import Residency

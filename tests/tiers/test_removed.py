@@ -12,7 +12,7 @@ from segments import hashes, open_store, runs_of, segment
 
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.methods import ContiguousKV
-from hf_tiered_cache.stats import StatsCollector
+from hf_tiered_cache.tiers.collector import StatsCollector
 from hf_tiered_cache.tiers.handles import BlockRequest
 from hf_tiered_cache.tiers.residency import Residency
 

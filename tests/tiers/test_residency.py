@@ -23,11 +23,11 @@ from side_stream import Pending
 from threads import run_in_threads
 
 from hf_tiered_cache.errors import IntegrityError, StoreClosedError
-from hf_tiered_cache.stats import StatsCollector
 from hf_tiered_cache.store.memory import aligned_bytes
 from hf_tiered_cache.tiers import device as device_module
 from hf_tiered_cache.tiers import pool as pool_module
 from hf_tiered_cache.tiers import residency as residency_module
+from hf_tiered_cache.tiers.collector import StatsCollector
 from hf_tiered_cache.tiers.device import CopyStream, DoneEvent
 from hf_tiered_cache.tiers.handles import BlockRequest
 from hf_tiered_cache.tiers.residency import Residency

@@ -30,11 +30,11 @@ from happens_before import (
 from segments import LAYOUT
 from thorough import pairs
 
-from hf_tiered_cache.stats import StatsCollector
 from hf_tiered_cache.store.geometry import Geometry
 from hf_tiered_cache.store.shape import SegmentShape
 from hf_tiered_cache.tiers import device as device_module
 from hf_tiered_cache.tiers import residency as residency_module
+from hf_tiered_cache.tiers.collector import StatsCollector
 from hf_tiered_cache.tiers.device import DoneEvent
 from hf_tiered_cache.tiers.handles import BlockRequest, LateCheck, Pin, Pins
 from hf_tiered_cache.tiers.residency import Residency
