@@ -20,6 +20,8 @@ from ..conversations.sharing import (
     Replay,
     accepted_pairs,
     calibrated_gamma,
+    first_rewritten,
+    first_stored_tokens,
     merge_changes,
     nearest_pairs,
     share_layers,
@@ -28,7 +30,6 @@ from ..conversations.sharing import (
 from ..errors import ConfigError, unknown_name
 from ..restore.schedule import recompute_lengths
 from ..store.codecs import RAW, coded_provenance, merged_codec
-from ..store.compaction import first_rewritten, first_stored_tokens
 from ..store.geometry import HASH_TOKENS, Geometry, KVLayout, block_groups
 from ..store.pairs import TOWARD, merge_layers
 from ..store.relayout import merge_segments, tokens_of

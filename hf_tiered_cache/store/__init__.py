@@ -6,7 +6,7 @@
 - Places: `backend` is the interface. A `folder` (`root`, `tree`, `kinds`) and `objects` (`backends/`) implement it.
 - Store: `disk` publishes, finds and opens segments (`segment`), with an `index` (`catalogue`, `database`) and a
   `quota`. The thread of `writer` publishes them, and `engines/` read their blocks.
-- Maintenance: `maintain` verifies and cleans up. `relayout` converts segments, and `compaction` selects them.
+- Maintenance: `maintain` verifies and cleans up. `relayout` converts segments.
 """
 
 HASH_BYTES = 16

@@ -10,9 +10,9 @@ from thorough import pairs
 from transformers import DynamicCache
 
 from hf_tiered_cache import KVStore, TieredCache
+from hf_tiered_cache.conversations.sharing import MOST_SMALL, SMALL_TOKENS
 from hf_tiered_cache.kvstore import storage_of
 from hf_tiered_cache.methods import Krul
-from hf_tiered_cache.store.compaction import MOST_SMALL, SMALL_TOKENS
 from hf_tiered_cache.store.geometry import Geometry
 from hf_tiered_cache.store.shape import SegmentShape
 
