@@ -28,7 +28,8 @@ from ..errors import ConfigError, StoreError
 from ..identity import fingerprint_of
 from ..methods import BudgetMethod, Exact, Method, describe_method, make_method
 from ..patches.attach import attach
-from ..store.root import StoreRoot, try_flock
+from ..store.root import StoreRoot
+from ..store.tree import try_flock
 from .precompute import as_prompts, precompute, run
 
 METHODS = ("contiguous_kv", "contiguous_kv:codec=int8")

@@ -23,8 +23,8 @@ import xxhash
 
 from ..errors import FormatError, OtherFormatError
 from .backend import Upload
+from .kinds import hexadecimal
 from .lazy import torch
-from .records import hexadecimal
 from .tree import Stored
 
 DIGEST_DTYPE = np.dtype([("xxh3", "<u8"), ("lin64", "<u8")])

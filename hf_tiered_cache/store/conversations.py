@@ -22,8 +22,8 @@ from typing import Any, ClassVar, NamedTuple
 
 from ..errors import ConfigError, ConversationInUseError, FormatError
 from .catalogue import SegmentRow
-from .kinds import CONVERSATION, CONVERSATION_LOCK, LOCK_SUFFIX, RECORD_SUFFIX, FileKind, name_of, record_name
-from .records import Record, RecordFiles, Records, check_name, seconds
+from .kinds import CONVERSATION, CONVERSATION_LOCK, LOCK_SUFFIX, RECORD_SUFFIX, FileKind, name_of, record_name, seconds
+from .records import Record, RecordFiles, Records, check_name
 from .threads import PerProcess
 
 logger = logging.getLogger("hf_tiered_cache")

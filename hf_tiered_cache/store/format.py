@@ -23,8 +23,7 @@ from . import EXACT, HASH_BYTES, PASSAGE, SCAN_BYTES
 from .codecs import codec_in, coded_provenance
 from .container import DIGEST_DTYPE, TAG_BYTES, Guard, Seal, check_head, finish_head, parse_prefix, xxh3
 from .geometry import ALIGNMENT, HASH_TOKENS, Geometry, KVLayout, aligned
-from .kinds import SEGMENT_MAGIC
-from .records import decoding, hexadecimal, seconds, text, whole
+from .kinds import SEGMENT_MAGIC, decoding, hexadecimal, seconds, text, whole
 from .shape import SegmentShape, TokenTables
 
 MAGIC = SEGMENT_MAGIC

@@ -1,7 +1,8 @@
-"""File kinds of a store: the folder, name pattern and content check of each.
+"""File kinds of a store: the folder, name pattern and content check of each, and checks of JSON values in them.
 
 This is the whitelist of `root.py`. A file belongs to the store if it is a regular file, and its name and content match
 one kind. A file with a matching name that is empty or holds only zeros, e.g. after a power failure, also belongs to it.
+Every JSON value that is read from a file of a store passes one of the checks at the end.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ import hashlib
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import MISSING, dataclass, fields
+from typing import Any, TypeVar
 
 from ..errors import FormatError
+from . import HASH_BYTES
 
 PAGE_BYTES = 4096
 RECORD_BYTES = 16 << 20
@@ -34,6 +36,10 @@ RECORD_BEGINNING = b'{\n "'
 _WAL_MAGIC = b"\x37\x7f\x06\x82", b"\x37\x7f\x06\x83"
 _JOURNAL_MAGIC = b"\xd9\xd5\x05\xf9\x20\xa1\x63\xd7"
 _SHM_VERSION = (3_007_000).to_bytes(4, sys.byteorder)
+_T = TypeVar("_T")
+_MOST_SECONDS = 1e12
+_UNREADABLE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
+"""Exceptions raised when decoding invalid JSON."""
 _FINGERPRINT = re.compile(r"(?<![0-9a-f])[0-9a-f]{32}(?![0-9a-f])")
 
 
@@ -213,3 +219,65 @@ def sidecar_sizes(sizes: Mapping[str, int]) -> dict[str, dict[str, int]]:
 def file_of(stored_name: str) -> tuple[FileKind, str]:
     """Return kind and file name of a segment, named by its id, or of a sidecar."""
     return (SIDECAR, stored_name) if "." in stored_name else (SEGMENT, f"{stored_name}{SEGMENT_SUFFIX}")
+
+
+# --- values of JSON
+
+
+@contextmanager
+def decoding(fault: str) -> Iterator[None]:
+    """Convert errors of the body, which decodes JSON, to FormatErrors that begin with `fault`."""
+    try:
+        yield
+    except _UNREADABLE as error:
+        raise FormatError(f"{fault}: {error!r}") from error
+
+
+# each function returns the checked value, or raises FormatError
+
+
+def whole(value: Any, least: int = 0, most: int = (1 << 63) - 1) -> int:
+    """Check an integer."""
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise FormatError(f"{value!r} is not an integer from {least} to {most}")
+    return value
+
+
+def seconds(value: Any) -> float:
+    """Check a time in Unix seconds."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= _MOST_SECONDS:  # also NaN
+        raise FormatError(f"{value!r} is not a time")
+    return float(value)
+
+
+def text(value: Any) -> str:
+    """Check a string, which must be valid Unicode."""
+    if not isinstance(value, str) or value.encode(errors="replace").decode() != value:
+        raise FormatError(f"{value!r} is not a string")
+    return value
+
+
+def hexadecimal(value: Any, nbytes: int = HASH_BYTES) -> str:
+    """Check a string of `2 * nbytes` hexadecimal digits."""
+    if not isinstance(value, str) or re.fullmatch(f"[0-9a-f]{{{2 * nbytes}}}", value) is None:
+        raise FormatError(f"{value!r} is not a name of {2 * nbytes} hexadecimal digits")
+    return value
+
+
+_CHECKS: dict[str, Callable[[Any], Any]] = {
+    "str": text,
+    "int": whole,
+    "float": seconds,
+    "tuple[str, ...]": lambda names: tuple(map(hexadecimal, names)),
+    "Mapping[str, str]": lambda texts: {text(name): text(value) for name, value in texts.items()},
+}
+"""Check of a dataclass field, by its type."""
+
+
+def checked(schema: type[_T], facts: dict[str, Any]) -> _T:
+    """Create a dataclass instance from JSON, with a check of each field that follows from its type (see `_CHECKS`).
+
+    Other keys are ignored. Raises FormatError for an invalid value, or KeyError for a missing one without a default.
+    """
+    stored = [field for field in fields(schema) if field.name in facts or field.default is MISSING]  # type: ignore[arg-type]
+    return schema(**{field.name: _CHECKS[str(field.type)](facts[field.name]) for field in stored})

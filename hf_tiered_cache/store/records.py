@@ -1,7 +1,6 @@
 """Records of a store: small JSON files that belong to no segment, of conversations, documents and calibrations.
 
-They are kept by the store's backend, as everything else is. Losing a record costs no KV. The first functions check
-JSON: every value that is read from a file of a store passes one of them.
+They are kept by the store's backend, as everything else is. Losing a record costs no KV.
 """
 
 from __future__ import annotations
@@ -10,19 +9,20 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import MISSING, asdict, dataclass, fields
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from ..errors import ConfigError, FormatError, NotOursError, OtherFormatError, StoreError
-from . import HASH_BYTES
 from .faults import Notices
 from .kinds import (
     CALIBRATIONS,
     CALIBRATIONS_NAME,
     RECORD_BEGINNING,
     FileKind,
+    checked,
+    decoding,
     encode_record,
     is_blank,
     json_object,
@@ -30,71 +30,8 @@ from .kinds import (
 )
 from .tree import Stored
 
-_MOST_SECONDS = 1e12
-_UNREADABLE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
-"""Exceptions raised when decoding invalid JSON."""
 _ID = re.compile(rb'"([0-9a-f]{32})"')
 _CHECKSUM = b',\n "checksum": "'
-_T = TypeVar("_T")
-
-
-@contextmanager
-def decoding(fault: str) -> Iterator[None]:
-    """Convert errors of the body, which decodes JSON, to FormatErrors that begin with `fault`."""
-    try:
-        yield
-    except _UNREADABLE as error:
-        raise FormatError(f"{fault}: {error!r}") from error
-
-
-# --- values; each function returns the checked value, or raises FormatError
-
-
-def whole(value: Any, least: int = 0, most: int = (1 << 63) - 1) -> int:
-    """Check an integer."""
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-        raise FormatError(f"{value!r} is not an integer from {least} to {most}")
-    return value
-
-
-def seconds(value: Any) -> float:
-    """Check a time in Unix seconds."""
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= _MOST_SECONDS:  # also NaN
-        raise FormatError(f"{value!r} is not a time")
-    return float(value)
-
-
-def text(value: Any) -> str:
-    """Check a string, which must be valid Unicode."""
-    if not isinstance(value, str) or value.encode(errors="replace").decode() != value:
-        raise FormatError(f"{value!r} is not a string")
-    return value
-
-
-def hexadecimal(value: Any, nbytes: int = HASH_BYTES) -> str:
-    """Check a string of `2 * nbytes` hexadecimal digits."""
-    if not isinstance(value, str) or re.fullmatch(f"[0-9a-f]{{{2 * nbytes}}}", value) is None:
-        raise FormatError(f"{value!r} is not a name of {2 * nbytes} hexadecimal digits")
-    return value
-
-
-_CHECKS: dict[str, Callable[[Any], Any]] = {
-    "str": text,
-    "int": whole,
-    "float": seconds,
-    "tuple[str, ...]": lambda names: tuple(map(hexadecimal, names)),
-    "Mapping[str, str]": lambda texts: {text(name): text(value) for name, value in texts.items()},
-}
-"""Check of a dataclass field, by its type."""
-
-
-def checked(schema: type[_T], facts: dict[str, Any]) -> _T:
-    """Create a dataclass instance from JSON, with a check of each field that follows from its type (see `_CHECKS`).
-
-    Other keys are ignored. Raises FormatError for an invalid value, or KeyError for a missing one without a default.
-    """
-    stored = [field for field in fields(schema) if field.name in facts or field.default is MISSING]  # type: ignore[arg-type]
-    return schema(**{field.name: _CHECKS[str(field.type)](facts[field.name]) for field in stored})
 
 
 FORMAT_VERSION = 1

@@ -13,7 +13,6 @@ import logging
 import os
 import threading
 import time
-import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from io import FileIO
@@ -39,7 +38,7 @@ from .kinds import (
     kind_of,
     not_own,
 )
-from .tree import FolderTree, allocate, nbytes_of, open_file, read_all, write_all
+from .tree import FolderTree, LockFile, allocate, nbytes_of, open_file, read_all, try_flock, write_all
 
 logger = logging.getLogger("hf_tiered_cache")
 
@@ -49,38 +48,6 @@ _POLL_SECONDS = 0.005
 _HAS_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
 _NEW_FILE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
 _FILE_IN_PLACE = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
-
-
-class LockFile(FileIO):
-    """File that is locked until it is closed, or its last reference or its process is gone.
-
-    A forked child shares the locks of its parent. It closes its copies at once, so that the locks end with the parent.
-    """
-
-    _pid = 0
-
-    def lock(self) -> bool:
-        """Lock the file without waiting. Returns False if the lock is not free. Raises OSError if it has no locks."""
-        self._pid = os.getpid()
-        _lock_files.add(self)
-        return try_flock(self, fcntl.LOCK_EX)
-
-    def close(self) -> None:
-        if not self.closed and self._pid == os.getpid():  # a copy in a child must not unlock the parent's file
-            with suppress(OSError):
-                fcntl.flock(self.fileno(), fcntl.LOCK_UN)  # closing is not enough while a child still has a copy
-        super().close()
-
-
-_lock_files: weakref.WeakSet[LockFile] = weakref.WeakSet()
-
-
-def _close_copies() -> None:
-    for file in list(_lock_files):
-        file.close()
-
-
-os.register_at_fork(after_in_child=_close_copies)
 
 
 class Temporary:
@@ -289,17 +256,6 @@ class StoreRoot(FolderTree):
         if status is not None:
             orphans[str(self.where(TEMPORARY, name))] = 0 if is_published else nbytes_of(status)
         return is_published
-
-
-def try_flock(file: FileIO | int, kind: int) -> bool:
-    """Lock an open file without waiting. Returns False if the lock is not free. Raises OSError if it has no locks."""
-    try:
-        fcntl.flock(file if isinstance(file, int) else file.fileno(), kind | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-            return False
-        raise
-    return True
 
 
 def _has_name(file: FileIO, folder: int, name: str) -> bool:

@@ -39,10 +39,9 @@ from .container import (
 from .engines import EngineFile, ReadOp
 from .faults import Faults, figure_of
 from .geometry import ALIGNMENT, aligned
-from .kinds import SIDECAR, SIDECAR_MAGIC, sidecar_sizes
+from .kinds import SIDECAR, SIDECAR_MAGIC, decoding, sidecar_sizes
 from .lazy import torch
 from .memory import aligned_bytes
-from .records import decoding
 from .segment import SegmentReader
 from .tree import Stored
 

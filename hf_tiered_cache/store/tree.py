@@ -7,6 +7,7 @@ Every access is relative to a descriptor. Links are not followed. This module cr
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import threading
 import weakref
@@ -96,6 +97,49 @@ def allocate(fd: int, nbytes: int) -> None:
         if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
             raise
         os.ftruncate(fd, nbytes)
+
+
+class LockFile(FileIO):
+    """File that is locked until it is closed, or its last reference or its process is gone.
+
+    A forked child shares the locks of its parent. It closes its copies at once, so that the locks end with the parent.
+    """
+
+    _pid = 0
+
+    def lock(self) -> bool:
+        """Lock the file without waiting. Returns False if the lock is not free. Raises OSError if it has no locks."""
+        self._pid = os.getpid()
+        _lock_files.add(self)
+        return try_flock(self, fcntl.LOCK_EX)
+
+    def close(self) -> None:
+        if not self.closed and self._pid == os.getpid():  # a copy in a child must not unlock the parent's file
+            with suppress(OSError):
+                fcntl.flock(self.fileno(), fcntl.LOCK_UN)  # closing is not enough while a child still has a copy
+        super().close()
+
+
+_lock_files: weakref.WeakSet[LockFile] = weakref.WeakSet()
+
+
+def _close_copies() -> None:
+    for file in list(_lock_files):
+        file.close()
+
+
+os.register_at_fork(after_in_child=_close_copies)
+
+
+def try_flock(file: FileIO | int, kind: int) -> bool:
+    """Lock an open file without waiting. Returns False if the lock is not free. Raises OSError if it has no locks."""
+    try:
+        fcntl.flock(file if isinstance(file, int) else file.fileno(), kind | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            return False
+        raise
+    return True
 
 
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
