@@ -32,7 +32,7 @@ from lib.common import (
     parser_of,
     ratio,
 )
-from lib.pages import machine, machine_text, plain_ticks, pyplot, save, table
+from lib.pages import machine, machine_text, plain_ticks, pyplot, save, save_figure, table
 from lib.slow_disk import SlowDisk, SlowDiskEngine
 from tqdm.auto import tqdm
 from transformers import DynamicCache
@@ -235,9 +235,7 @@ def plot(document: dict[str, Any], path: Path) -> None:
     axes.set_ylabel("time to first token ÷ best candidate")
     plain_ticks(axes.yaxis)
     all_axes[0][-1].legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    save_figure(figure, path)
 
 
 def _best_seconds(cell: dict[str, Any]) -> float:

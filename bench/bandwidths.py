@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 from lib.common import build
-from lib.pages import machine, machine_text, plain_ticks, pyplot, save, table
+from lib.pages import machine, machine_text, plain_ticks, pyplot, save, save_figure, table
 from lib.serving import Bench, System, add_arguments, ask_all
 from lib.telling import MIB, calibrated, first_cells, workload_and_memory
 from lib.workload import RandomTokens, requests
@@ -212,9 +212,7 @@ def plot(document: dict[str, Any], path: Path) -> None:
     plain_ticks(axes.yaxis)
     axes.set_title(f"{document['model']}, {document['dtype']}, budget {document['budget']:.0%}")
     axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    save_figure(figure, path)
 
 
 def main() -> None:

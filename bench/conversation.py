@@ -50,7 +50,7 @@ from lib.common import (
     ratio_interval,
     seconds,
 )
-from lib.pages import machine, machine_text, plain_ticks, pyplot, save, table
+from lib.pages import machine, machine_text, plain_ticks, pyplot, save, save_figure, table
 from lib.slow_disk import SlowDisk, SlowDiskEngine
 from lib.stored import payload_bytes, shapes_of
 from lib.workload import REFERENCE, Prompts, RandomTokens, ReferenceLanguage, RunningText, Turn, turns_of
@@ -448,9 +448,7 @@ def plot(document: dict[str, Any], path: Path) -> None:
     plain_ticks(axes.yaxis)
     axes.set_title(f"{document['layers']} layers of {document['shape']}, {document['machine']['device']}")
     axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    save_figure(figure, path)
 
 
 def arguments_of() -> argparse.Namespace:

@@ -20,7 +20,7 @@ import lm_eval
 import numpy as np
 import torch
 from lib.common import parser_of
-from lib.pages import machine, machine_text, pyplot, save, table
+from lib.pages import machine, machine_text, pyplot, save, save_figure, table
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
@@ -126,9 +126,7 @@ def plot(document: dict[str, Any], path: Path) -> None:
     axes.set(ylabel="right answers, %", ylim=(0, 100))
     axes.set_title(f"{document['model']}, {document['limit']} questions of each task", fontsize="medium")
     axes.legend(fontsize="small", ncols=len(names), loc="upper right")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    save_figure(figure, path)
 
 
 def way_of(budget: float) -> str:

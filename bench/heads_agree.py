@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from choices import questions
 from lib.common import add_questions, parser_of
-from lib.pages import machine, pyplot, save, table
+from lib.pages import machine, pyplot, save, save_figure, table
 from tqdm.auto import tqdm
 
 from eval.models import load
@@ -93,9 +93,7 @@ def plot(runs: list[dict[str, Any]], path: Path) -> None:
         panel.set(title=model, xlabel="layer", ylim=(0, 1))
     axes[0][0].set_ylabel("Jaccard index of the tokens of two heads")
     axes[0][-1].legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    save_figure(figure, path)
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 from lib.common import add_model_arguments, build, figures_of, first_token, parser_of
-from lib.pages import machine, machine_text, plain_ticks, pyplot, save, table
+from lib.pages import machine, machine_text, plain_ticks, pyplot, save, save_figure, table
 from lib.rag_load import batch, serve, tables
 from lib.slow_disk import SlowDisk, SlowDiskEngine
 from tqdm.auto import tqdm
@@ -339,8 +339,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
     axes[0][0].set_ylabel("mean time to first token, waiting included, s")
     plain_ticks(axes[0][0].yaxis)
     axes[0][-1].legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path)
 
 
 def main() -> None:

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from lib.common import interleaved, listed, median, parser_of
 from lib.machines import DISK, HOST, RECOMPUTE, SUFFIX, Machine, at_once
-from lib.pages import machine, machine_text, plain_ticks, pyplot, save, table
+from lib.pages import machine, machine_text, plain_ticks, pyplot, save, save_figure, table
 from tqdm.auto import tqdm
 
 from hf_tiered_cache.remote.link import SLOW
@@ -318,9 +318,7 @@ def plot(document: dict[str, Any], path: Path) -> None:
     axes.minorticks_off()
     plain_ticks(axes.yaxis)
     axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    save_figure(figure, path)
 
 
 def main() -> None:

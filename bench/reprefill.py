@@ -37,7 +37,7 @@ from typing import Any
 import numpy as np
 import torch
 from lib.common import build, load
-from lib.pages import machine, machine_text, pyplot, save, table
+from lib.pages import machine, machine_text, pyplot, save, save_figure, table
 from lib.probes import NotedImpress
 from lib.serving import PARTS, Bench, System, add_arguments, ask_all
 from lib.telling import MIB, disk_and_memory, first_requests, memory_cell
@@ -280,8 +280,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
     axes.set_title(f"{result['model']}, {result['dtype']}, budget {result['budget']:.0%}")
     axes.invert_yaxis()
     axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path)
 
 
 def main() -> None:

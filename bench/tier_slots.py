@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from lib.common import listed, parser_of
-from lib.pages import machine, machine_text, plain_ticks, pyplot, save, table
+from lib.pages import machine, machine_text, plain_ticks, pyplot, save, save_figure, table
 
 from hf_tiered_cache.store.memory import aligned_bytes
 from hf_tiered_cache.tiers.pool import Tier
@@ -100,9 +100,7 @@ def plot(document: dict[str, Any], path: Path) -> None:
     axis.set(xscale="log", yscale="log", xlabel="blocks in the tier", ylabel="mean time (ms)", title="Making room")
     plain_ticks(axis.yaxis)
     axis.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    save_figure(figure, path)
 
 
 def main() -> None:

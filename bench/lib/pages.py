@@ -120,6 +120,15 @@ def pyplot() -> Any | None:
     return plt
 
 
+def save_figure(figure: Any, path: Path) -> None:
+    """Write a figure with its legends to a file, and release its memory."""
+    from matplotlib import pyplot as plt
+
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
 def plain_ticks(axis: Any) -> None:
     """Label a logarithmic axis with plain numbers at 1, 2 and 5 of each power of ten.
 
