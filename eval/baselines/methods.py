@@ -11,7 +11,7 @@ from hf_tiered_cache.conversations.distances import AttentionDistances
 from hf_tiered_cache.errors import ConfigError, unknown_name
 from hf_tiered_cache.methods import BudgetMethod, Exact, IdleConversation, Krul, Method
 from hf_tiered_cache.methods.krul import mergeable_layers
-from hf_tiered_cache.restore.plan import PlanContext
+from hf_tiered_cache.restore.rows import PlanContext
 from hf_tiered_cache.selection.selectors import (
     Selection,
     SelectionInput,

@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from ..restore.plan import PlanContext
-from ..restore.rows import Positions
+from ..restore.rows import PlanContext, Positions
 from ..restore.schedule import STEEPNESS
 from .base import Method, is_number, require, with_few_layers
 

@@ -15,8 +15,8 @@ from ..errors import ConfigError, UnsupportedModelError, unknown_name
 from ..passages.finder import sink_token
 from ..passages.ranking import RANKED_IN_CONTEXT, RANKINGS, Ranking
 from ..passages.recompute import ProbeAttention
-from ..restore.plan import DeferredChoice, PlanContext
-from ..restore.rows import Positions, SegmentSlice, of_row, repeats
+from ..restore.plan import DeferredChoice
+from ..restore.rows import PlanContext, Positions, SegmentSlice, of_row, repeats
 from ..store.codecs import coded_provenance
 from ..store.format import passage_provenance
 from ..store.geometry import Geometry

@@ -1,9 +1,13 @@
-"""Rows of a batch: the positions that each of them computes, and the runs of segments that it can restore."""
+"""Rows of a batch: the positions that each of them computes, and the runs of segments that it can restore.
+
+`PlanContext` is what a method plans a pass from.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TypeVar
 
 import numpy as np
@@ -11,6 +15,9 @@ import numpy as np
 from ..store.segment import SegmentReader
 
 T = TypeVar("T")
+_LARGE_MASK = 1 << 28
+_SHORT_PREFIX_SHARE = 1 / 8
+"""Maximum length of a stored prefix, as a share of the suffix, that is not worth a large mask."""
 
 Positions = np.ndarray
 """Padded positions, int64 `[n]`, ascending, for all rows. Or `[rows, n]`, ascending in each row; a row with fewer
@@ -109,3 +116,85 @@ class RowGroup:
                 held = held.copy()
                 held[:, start - piece.at : stop - piece.at] |= other.held[:, start - other.at : stop - other.at]
         return held
+
+
+@dataclass(frozen=True)
+class PlanContext:
+    """Input for the planning of a method: the pass, and what can be restored."""
+
+    base: int
+    """Number of padded positions that the cache holds already."""
+    num_positions: int
+    """Number of padded positions of this pass."""
+    restorable: int
+    """First position that some row cannot restore; all rows can restore those before it. Padding counts as restored."""
+    must_compute: int
+    """Number of last positions with requested logits."""
+    layers: int
+    groups: tuple[RowGroup, ...] = ()
+    """Sources of the other positions of each row."""
+
+    def suffix_positions(self) -> tuple[Positions, ...]:
+        """Return the plan of prefix reuse: every layer computes the suffix, and restores the tokens before it."""
+        return (np.arange(self._first_computed(self.restorable), self.num_positions),) * self.layers
+
+    def own_prefixes(self) -> list[int]:
+        """Return the number of tokens of each group's rows that a row restores alone. The cache is empty."""
+        return [self._first_computed(group.pad + group.tokens, group.pad) - group.pad for group in self.groups]
+
+    def suffixes_after(self, prefixes: Sequence[int]) -> tuple[Positions, ...]:
+        """Return the plan in which every layer computes what follows `prefixes` tokens of each group's rows."""
+        firsts = [group.pad + tokens for group, tokens in zip(self.groups, prefixes, strict=True)]
+        last = self.num_positions - 1  # which a row of padding alone computes
+        return (self.for_rows([np.arange(min(first, last), last + 1) for first in firsts]),) * self.layers
+
+    def _first_computed(self, restorable: int, pad: int = 0) -> int:
+        """Return the first computed position of a suffix, of a row with this padding or of all rows."""
+        first = max(pad, min(restorable, self.num_positions - self.must_compute))
+        suffix = self.num_positions - first
+        # a whole prompt needs no mask; the suffix x prompt mask of a suffix costs more than a short prefix saves
+        is_short = first - pad < _SHORT_PREFIX_SHARE * suffix
+        if self.base == 0 and is_short and suffix * (self.num_positions - pad) > _LARGE_MASK:
+            first = pad
+        return first
+
+    @cached_property
+    def inexact(self) -> Positions:
+        """Positions that cannot be restored exactly, with the last `must_compute`: all that a pass may compute."""
+        return self.without([self.restored_mask(group, exact=True) for group in self.groups])
+
+    @cached_property
+    def missing(self) -> Positions:
+        """Positions that cannot be restored, with the last `must_compute`: all that a pass has to compute."""
+        return self.without([self.restored_mask(group) for group in self.groups])
+
+    def positions_of(self, group: RowGroup, piece: SegmentSlice) -> np.ndarray:
+        """Return the positions of a piece's tokens in the pass; negative for tokens that the cache already holds."""
+        return np.arange(piece.count) + piece.at + group.pad - self.base
+
+    def restored_mask(self, group: RowGroup, exact: bool = False) -> np.ndarray:
+        """Return where a row needs no computation, bool `[positions]`: padding, and all pieces or the exact ones."""
+        is_restored = np.zeros(self.num_positions, bool)
+        is_restored[: max(0, group.pad - self.base)] = True
+        for piece in group.pieces:
+            if piece.exact or not exact:
+                positions = self.positions_of(group, piece)
+                is_restored[positions[positions >= 0]] = True
+        return is_restored
+
+    def without(self, restored: Sequence[np.ndarray]) -> Positions:
+        """Return the positions to compute if rows restore other positions, bool `[positions]` for each group of rows.
+
+        Rows share their positions if everything restored is exact: each layer then computes a suffix, which is recorded
+        completely, with the same bits as in any other pass over it.
+        """
+        if all(piece.exact for group in self.groups for piece in group.pieces):
+            restored = [np.logical_and.reduce(restored)] * len(restored)
+        computed = [~mask for mask in restored]
+        for mask in computed:
+            mask[self.num_positions - self.must_compute :] = True
+        return self.for_rows([np.flatnonzero(mask) for mask in computed])
+
+    def for_rows(self, positions: Sequence[np.ndarray]) -> Positions:
+        """Return the positions of each group of rows, combined for all rows."""
+        return side_by_side(by_row(self.groups, positions))
