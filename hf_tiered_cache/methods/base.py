@@ -15,8 +15,7 @@ from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import ConfigError, with_type
-from ..restore.plan import PlanContext
-from ..restore.rows import Positions
+from ..restore.rows import PlanContext, Positions
 from ..selection.prompt import PREFETCHED
 from ..selection.selectors import Selector
 from ..store import EXACT
@@ -230,12 +229,23 @@ class BudgetMethod(Method):
         return replace(self, budget=UNMEASURED_BUDGET if budget is None else budget)
 
 
+def overlapping(geometry: Geometry, layers: int) -> Geometry:
+    """Return a geometry with few layers per block, for a model that computes while blocks are loaded.
+
+    A layer waits for the blocks of all layers that share them: here an eighth of the model's `layers`, at most 4. With
+    fewer, there are more blocks to handle. The first layer, which nothing is computed before, has blocks of its own: in
+    simulations of 16 to 48 layers, a prompt then takes up to 2 % less time.
+    """
+    together = max(1, min(4, layers // 8))
+    return replace(geometry, layers_per_block=together, solo_layers=int(together > 1))
+
+
 _Method = TypeVar("_Method", bound=Method)
 
 
 def with_few_layers(method: _Method, layers: int) -> _Method:
-    """Return a method with few layers per block (see `Geometry.overlapping`), unless its geometry is a user's own."""
-    geometry = method.geometry.overlapping(layers)
+    """Return a method with few layers per block (see `overlapping`), unless its geometry is a user's own."""
+    geometry = overlapping(method.geometry, layers)
     is_default = method.geometry == replace(type(method).geometry, codec=method.geometry.codec)
     return replace(method, geometry=geometry) if is_default and geometry != method.geometry else method
 

@@ -281,16 +281,6 @@ class Geometry:
             raise ConfigError("pairs require layers_per_block=1, and no index")
         object.__setattr__(self, "pairs", tuple(sorted(tuple(pair) for pair in self.pairs)))
 
-    def overlapping(self, layers: int) -> Geometry:
-        """Return this geometry with few layers per block, for a model that computes while blocks are loaded.
-
-        A layer waits for the blocks of all layers that share them: here an eighth of the model's `layers`, at most 4.
-        With fewer, there are more blocks to handle. The first layer, which nothing is computed before, has blocks of
-        its own: in simulations of 16 to 48 layers, a prompt then takes up to 2 % less time.
-        """
-        together = max(1, min(4, layers // 8))
-        return replace(self, layers_per_block=together, solo_layers=int(together > 1))
-
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 

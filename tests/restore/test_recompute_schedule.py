@@ -25,6 +25,7 @@ from hf_tiered_cache.identity import Fingerprinter
 from hf_tiered_cache.kvstore import storage_of
 from hf_tiered_cache.layers import buffer
 from hf_tiered_cache.methods import make_method
+from hf_tiered_cache.methods.base import overlapping
 from hf_tiered_cache.restore.plan import Plan
 from hf_tiered_cache.restore.rows import RowGroup, SegmentSlice
 from hf_tiered_cache.restore.schedule import RATIOS, STEEPNESS, Load, Streams, fastest, recompute_lengths
@@ -173,7 +174,7 @@ def test_what_lies_between_must_be_worth_it():
         (12, Geometry(layers_per_block=1), 1.02),
         (24, Geometry(layers_per_block=1), 1.015),
         (24, Geometry(layers_per_block=4), 1.03),
-        *((count, Geometry().overlapping(count), 1.02) for count in (8, 16, 24, 28, 30, 32, 48)),
+        *((count, overlapping(Geometry(), count), 1.02) for count in (8, 16, 24, 28, 30, 32, 48)),
     ],
 )
 def test_bubbles_are_few(count, geometry, most, load):
