@@ -12,24 +12,18 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-import transformers
-from packaging.version import Version
 from torch import nn
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import PreTrainedModel
 
-from ..errors import UnsupportedModelError
 from . import rope, rotary
 from .attention import PATCHES
-from .layers import decoder_layers, devices_of
+from .layers import PREFILL_CONTINUES_CACHE, base_model, cache_argument, devices_of
 from .replacement import Replacement, copy_as_it_is, copy_without, without_hook
-from .scope import CACHE_ARGUMENTS, ServedCache, Session, current, follows_cache
+from .scope import CACHE_ARGUMENTS, EAGER_STANCE, ServedCache, Session, arguments_by_name, current, follows_cache
 
 logger = logging.getLogger("hf_tiered_cache")
 
 _ATTRIBUTE = "_hf_tiered_cache"
-_PREFILL_CONTINUES_CACHE = Version(transformers.__version__) >= Version("5.23")
-"""True if chunked prefill continues from a cache in use; transformers 5.17 passes the whole prompt again."""
-
 _generating: ContextVar[Attachment | None] = ContextVar("hf_tiered_cache_generating", default=None)
 """Attached model with `generate()` running in this thread."""
 
@@ -100,8 +94,7 @@ class Attachment:
         """
         if fingerprint != self._fingerprint:
             self._rotary_tables, self._fingerprint = {}, fingerprint
-        tables = self._rotary_tables.get(lossless)
-        if tables is None:
+        if (tables := self._rotary_tables.get(lossless)) is None:
             biases = None if lossless else rotary.key_biases_of(self.model)
             tables = self._rotary_tables.setdefault(lossless, rope.TableCache(biases))
         return tables
@@ -141,7 +134,7 @@ class Attachment:
 
     def running_eagerly(self) -> AbstractContextManager[Any]:
         """Return a context in which a compiled model runs uncompiled, since our passes differ at every call."""
-        return _EAGER_STANCE if self.compiled else nullcontext()
+        return EAGER_STANCE if self.compiled else nullcontext()
 
     def forward(self, ids: torch.Tensor, cache: object, **options: Any) -> Any:
         """Run the model on token ids, int `[rows, tokens]`, that follow those of a cache, and return the output.
@@ -169,39 +162,10 @@ class Attachment:
         """Device on which each layer computes, even if its weights are offloaded (accelerate)."""
         devices = self._devices  # another thread may reset it
         if not devices:
-            count = self.config.num_hidden_layers
-            try:
-                devices = devices_of(decoder_layers(self.model, count))
-            except UnsupportedModelError:
-                devices = [self.model.device] * count
-            self._devices = devices
+            devices = self._devices = devices_of(self.model, self.config.num_hidden_layers)
         return devices
 
 
-class _EagerStance(AbstractContextManager[Any]):
-    """Context that sets PyTorch's compile stance to eager.
-
-    PyTorch has one stance for all threads: the first of our passes sets it, and the last one resets it.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._passes = 0
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if not self._passes:
-                self._stance = torch.compiler.set_stance("force_eager")
-            self._passes += 1
-
-    def __exit__(self, *exception: object) -> None:
-        with self._lock:
-            self._passes -= 1
-            if not self._passes:
-                self._stance.__exit__(None, None, None)
-
-
-_EAGER_STANCE = _EagerStance()
 _ATTACH_LOCK = threading.RLock()
 """Lock for threads that create the first caches of a model at the same time."""
 
@@ -243,9 +207,8 @@ class _Wrapper(Replacement):
 
         Code for either name of the argument therefore runs with every version of transformers, without a warning.
         """
-        name, cache = next(
-            ((name, kwargs[name]) for name in CACHE_ARGUMENTS if kwargs.get(name) is not None), ("", None)
-        )
+        name = next((name for name in CACHE_ARGUMENTS if kwargs.get(name) is not None), "")
+        cache = kwargs.get(name)
         if name != self.cache_argument and isinstance(cache, ServedCache):
             kwargs[self.cache_argument] = kwargs.pop(name)
         elif cache is None:
@@ -262,7 +225,7 @@ class _Forward(_Wrapper):
         if not self.serves((*args, *kwargs.values())):
             return self.original(*args, **kwargs)
         if args:
-            kwargs = _by_name(self.attachment.signature, args, kwargs)
+            kwargs = arguments_by_name(self.attachment.signature, args, kwargs)
         return self.take_cache(kwargs).run(self.attachment, self.original, kwargs)
 
 
@@ -282,7 +245,7 @@ class _Generate(_Wrapper):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if len(args) > 1 and "generation_config" in self.__signature__.parameters:  # `_setting` reads it by name
-            args, kwargs = (), _by_name(self.__signature__, args, kwargs)
+            args, kwargs = (), arguments_by_name(self.__signature__, args, kwargs)
         with self._session_call(kwargs) as session_cache:
             if session_cache is not None:
                 for name in CACHE_ARGUMENTS:
@@ -295,7 +258,7 @@ class _Generate(_Wrapper):
                 mask = self._mask(kwargs, ids)
                 cache.is_followed = follows_cache(ids, mask)
                 cache.continue_with(ids, copies, mask)
-                if cache.get_seq_length() and not _PREFILL_CONTINUES_CACHE:
+                if cache.get_seq_length() and not PREFILL_CONTINUES_CACHE:
                     kwargs["prefill_chunk_size"] = None
             token = _generating.set(self.attachment)
             try:
@@ -420,36 +383,6 @@ def _detached(state: dict[str, Any]) -> None:
                 state[name] = method.replaced_attribute
 
 
-def _by_name(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    arguments = dict(signature.bind(*args, **kwargs).arguments)
-    for name, parameter in signature.parameters.items():
-        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            arguments |= arguments.pop(name, {})
-    return arguments
-
-
-def base_model(model: nn.Module) -> PreTrainedModel:
-    """Return the transformers model inside wrappers (PEFT adapters, `torch.compile`).
-
-    Raises:
-        UnsupportedModelError: There is none, or it is wrapped in a way that changes what its KV depends on.
-    """
-    if isinstance(model, PreTrainedModel):
-        return model
-    if isinstance(compiled_model := getattr(model, "_orig_mod", None), nn.Module):
-        return base_model(compiled_model)
-    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
-        raise UnsupportedModelError(
-            "prompt-learning adapters insert KV of their own before the prompt, which is not part of stored "
-            "prefixes; use a LoRA-style adapter or a DynamicCache"
-        )
-    if callable(get_base := getattr(model, "get_base_model", None)):
-        return base_model(get_base())
-    raise UnsupportedModelError(
-        f"{type(model).__name__} is not a transformers model; pass the model that has generate()"
-    )
-
-
 def attach(model: nn.Module) -> Attachment:
     """Attach to `model`, so that it serves our caches. An attached model is only wrapped again. `detach` undoes it."""
     model = base_model(model)
@@ -464,7 +397,6 @@ def attach(model: nn.Module) -> Attachment:
 
 def detach(model: nn.Module) -> None:
     """Restore `model` exactly as it was before `attach`; do nothing if it is not attached."""
-    model = base_model(model)
     attachment = attachment_of(model)
     if attachment is not None:
         attachment.undo()
@@ -473,13 +405,3 @@ def detach(model: nn.Module) -> None:
 def attachment_of(model: nn.Module) -> Attachment | None:
     """Return the attachment of `model`, or None."""
     return base_model(model).__dict__.get(_ATTRIBUTE)
-
-
-def cache_argument(signature: inspect.Signature) -> str:
-    """Return the name of the argument in which a method of a model takes its cache.
-
-    Args:
-        signature: Signature of the method. If it names no such argument, the name is that of this transformers version.
-    """
-    names = [*signature.parameters, *inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters]
-    return next(name for name in names if name in CACHE_ARGUMENTS)

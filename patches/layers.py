@@ -1,4 +1,7 @@
-"""Dropping of hidden states between layers, for plans that compute fewer positions with depth (Krul, Section 4)."""
+"""Parts of a model, and dropping of hidden states between its layers, for plans that compute less with depth.
+
+See Krul, Section 4.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,11 @@ from types import CodeType
 from typing import Any
 
 import torch
+import transformers
+from packaging.version import Version
 from torch import nn
 from torch.nn.modules import module as torch_module
+from transformers import GenerationMixin, PreTrainedModel
 
 from ..errors import UnsupportedModelError
 from .rope import RotaryTap, picked
@@ -24,6 +30,40 @@ _KNOWN_ARGUMENTS = frozenset(
     }
 )
 """Arguments of decoder layers that are cut with the hidden states, or do not depend on single tokens."""
+PREFILL_CONTINUES_CACHE = Version(transformers.__version__) >= Version("5.23")
+"""True if chunked prefill continues from a cache in use; transformers 5.17 passes the whole prompt again."""
+
+
+def cache_argument(signature: inspect.Signature) -> str:
+    """Return the name of the argument in which a method of a model takes its cache.
+
+    Args:
+        signature: Signature of the method. If it names no such argument, the name is that of this transformers version.
+    """
+    names = [*signature.parameters, *inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters]
+    return next(name for name in names if name in CACHE_ARGUMENTS)
+
+
+def base_model(model: nn.Module) -> PreTrainedModel:
+    """Return the transformers model inside wrappers (PEFT adapters, `torch.compile`).
+
+    Raises:
+        UnsupportedModelError: There is none, or it is wrapped in a way that changes what its KV depends on.
+    """
+    if isinstance(model, PreTrainedModel):
+        return model
+    if isinstance(compiled_model := getattr(model, "_orig_mod", None), nn.Module):
+        return base_model(compiled_model)
+    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+        raise UnsupportedModelError(
+            "prompt-learning adapters insert KV of their own before the prompt, which is not part of stored "
+            "prefixes; use a LoRA-style adapter or a DynamicCache"
+        )
+    if callable(get_base := getattr(model, "get_base_model", None)):
+        return base_model(get_base())
+    raise UnsupportedModelError(
+        f"{type(model).__name__} is not a transformers model; pass the model that has generate()"
+    )
 
 
 def decoder_layers(model: nn.Module, count: int) -> nn.ModuleList:
@@ -46,9 +86,13 @@ def code_of(function: Callable[..., Any]) -> CodeType | None:
     return getattr(inspect.unwrap(function), "__code__", None)
 
 
-def devices_of(layers: nn.ModuleList) -> list[torch.device]:
-    """Return the device on which each layer computes."""
+def devices_of(model: PreTrainedModel, count: int) -> list[torch.device]:
+    """Return the device on which each of `count` layers computes; that of the model if it has no list of layers."""
     devices = []
+    try:
+        layers = decoder_layers(model, count)
+    except UnsupportedModelError:
+        return [model.device] * count
     for layer in layers:
         device = getattr(getattr(layer, "_hf_hook", None), "execution_device", None)
         if device is None:

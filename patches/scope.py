@@ -1,7 +1,9 @@
-"""Interface and argument names of a cache, as the patches know it, and the scope of a thread's forward pass."""
+"""Interface and arguments of a cache, as the patches know it, and the scope and compile stance of a forward pass."""
 
 from __future__ import annotations
 
+import inspect
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -15,6 +17,15 @@ from .rope import RotaryTap
 
 CACHE_ARGUMENTS = ("cache", "past_key_values")
 """Names of the argument that holds the cache: since transformers 5.24, and before."""
+
+
+def arguments_by_name(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call by their names in the signature of the called function."""
+    arguments = dict(signature.bind(*args, **kwargs).arguments)
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            arguments |= arguments.pop(name, {})
+    return arguments
 
 
 def follows_cache(ids: torch.Tensor, mask: object) -> bool:
@@ -157,3 +168,29 @@ def leave(cache: object) -> None:
     scope = _current.get()
     if scope is not None and scope.cache is cache:
         _current.set(None)
+
+
+class _EagerStance(AbstractContextManager[Any]):
+    """Context that sets PyTorch's compile stance to eager.
+
+    PyTorch has one stance for all threads: the first of our passes sets it, and the last one resets it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._passes = 0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._passes:
+                self._stance = torch.compiler.set_stance("force_eager")
+            self._passes += 1
+
+    def __exit__(self, *exception: object) -> None:
+        with self._lock:
+            self._passes -= 1
+            if not self._passes:
+                self._stance.__exit__(None, None, None)
+
+
+EAGER_STANCE = _EagerStance()

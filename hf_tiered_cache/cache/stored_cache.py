@@ -15,8 +15,9 @@ from .. import reasons
 from ..errors import CacheMismatchError
 from ..layers import DenseSource, SelectedSource, kv_sources, sources_for
 from ..methods import BudgetMethod, Exact, Method
-from ..patches.attach import Attachment, attach, attachment_of, base_model
+from ..patches.attach import Attachment, attach, attachment_of
 from ..patches.attention import can_select
+from ..patches.layers import base_model
 from ..patches.scope import ServedCache, current
 from ..restore.plan import Plan
 from ..restore.rows import SegmentSlice

@@ -24,7 +24,8 @@ from ..errors import ConfigError, StoreError
 from ..identity import fingerprint_of
 from ..methods import CacheTune, Exact, Method, PrefixMethod
 from ..passages.recompute import LOWEST, Costs, fastest_ratio
-from ..patches.attach import attach, base_model
+from ..patches.attach import attach
+from ..patches.layers import base_model
 from ..stats import TIERS, RequestStats
 from ..store.geometry import HASH_TOKENS
 from .passages import precompute_passages
