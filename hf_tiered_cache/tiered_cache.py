@@ -21,10 +21,11 @@ from transformers import PreTrainedModel
 
 from . import reasons
 from .batching.engine import persistent_manager_of
-from .batching.tiers import Engines, PagedTiers, check_method
+from .batching.tiers import Engines, PagedTiers
 from .cache.cache_state import CacheOptions
 from .cache.conversation import Conversation
 from .cache.stored_cache import StoredCache, prepare
+from .cache.suitability import check_batched
 from .cache.suspend import Suspended, suspend_cache
 from .cache.timeline import Timeline
 from .errors import StoreClosedError, TieredCacheError
@@ -257,8 +258,7 @@ class TieredSession:
     @contextmanager
     def call(self, setting: str = "", value: Any = None) -> Iterator[TieredCache | None]:
         """Enclose one `generate()` of the model. See `patches.scope.Session`."""
-        account, cache = StatsCollector(), None
-        account.total = self._account
+        account, cache = StatsCollector(self._account), None
         if not setting:
             cache = self._new_cache()
             cache.count_into(account)  # also counts copies that generate() makes of the cache
@@ -272,7 +272,7 @@ class TieredSession:
 
     def batching(self, create: Callable[[], Any]) -> Any:
         """Serve the requests of a manager of continuous batching. See `patches.scope.Session`."""
-        check_method(self.method)
+        check_batched(self.method)
         engines: Engines = self._attachment.extras.setdefault("batching", Engines())
         if engines.of(persistent_manager_of(self.model)) is not None:
             return create()  # a persistent manager, with a session that has not ended
@@ -284,11 +284,9 @@ class TieredSession:
 
     def count_batched(self, manager: Any, request_id: str) -> RequestStats:
         """Return the statistics of a request that is going to be added to a manager of continuous batching."""
-        collector = StatsCollector()
         engines: Engines = self._attachment.extras.get("batching", Engines())
-        if (tiers := engines.of(manager)) is not None:
-            tiers.collect(request_id, collector)
-        return collector.stats
+        tiers = engines.of(manager)
+        return RequestStats() if tiers is None else tiers.collect(request_id).stats
 
     @property
     def model(self) -> PreTrainedModel:

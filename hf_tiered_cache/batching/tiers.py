@@ -21,9 +21,9 @@ from ..cache.cache_state import CacheOptions
 from ..cache.executor import Executor
 from ..cache.sequence import STORE_GENERATED_AT
 from ..cache.storage import Storage
-from ..errors import ConfigError, StoreClosedError
+from ..errors import StoreClosedError
 from ..identity import Identity
-from ..methods import ForConversation, Method, PrefixMethod
+from ..methods import Method
 from ..patches.attach import Attachment
 from ..store.geometry import HASH_TOKENS
 from ..tiers.collector import StatsCollector
@@ -38,19 +38,10 @@ _MOST_CAPTURED_BYTES = 1 << 30
 """Captured KV of all requests from which on all is stored: the pages of a GPU leave little memory."""
 
 
-def check_method(method: Method) -> None:
-    """Raise ConfigError if a method does not restore whole exact prefixes, which pages need."""
-    if not isinstance(method, PrefixMethod) or isinstance(method, ForConversation):
-        raise ConfigError(
-            f"continuous batching restores exact prefixes only, and {type(method).__name__} restores something else; "
-            "use the exact method, or call generate()"
-        )
-
-
 class PagedTiers(Listener):
     """Store of one manager of continuous batching, which `create` makes once the model was observed.
 
-    Until then, the model must not run in continuous batching. `check_method` accepts the method, and `total` collects
+    Until then, the model must not run in continuous batching. `check_batched` accepts the method, and `total` collects
     the statistics of all requests.
     """
 
@@ -110,9 +101,10 @@ class PagedTiers(Listener):
                 request.stop_recording()
         return fingerprint
 
-    def collect(self, request_id: str, collector: StatsCollector) -> None:
-        """Count a request that is going to be added in `collector`."""
-        self._collectors[request_id] = collector
+    def collect(self, request_id: str) -> StatsCollector:
+        """Return the collector of a request that is going to be added."""
+        collector = self._collectors[request_id] = StatsCollector(self._total)
+        return collector
 
     def close(self) -> None:
         """Leave the manager as it was, and submit the captured KV to the store."""
@@ -149,8 +141,7 @@ class PagedTiers(Listener):
             before = self._requests.get(request_id)
             if before is not None and before.state is state:  # its KV was moved to host memory by the engine
                 return
-            collector = self._collectors.pop(request_id, None) or StatsCollector()
-            collector.total = self._total
+            collector = self._collectors.pop(request_id, None) or StatsCollector(self._total)
             if before is not None:  # begins again with the tokens so far
                 collector = before.executor.collector
                 self._end(before)
@@ -291,9 +282,7 @@ class PagedTiers(Listener):
         parent = self._requests.get(parent_id_of(state))
         if parent is None or self._closed:
             return None
-        collector = StatsCollector()
-        collector.total = self._total
-        request = parent.fork(state, self._new_executor(collector))
+        request = parent.fork(state, self._new_executor(StatsCollector(self._total)))
         request.admit()
         self._requests[request.id] = request
         self._look_up(request, waits=False)

@@ -19,8 +19,8 @@ from ..patches.attach import Attachment
 from ..patches.rope import TableCache
 from ..remote.tier import Seconds
 from ..restore.hashes import History, PassageHasher
-from ..restore.plan import BudgetPlan, PassagesPlan, Plan, PlanContext
-from ..restore.rows import RowGroup, SegmentSlice
+from ..restore.plan import BudgetPlan, PassagesPlan, Plan
+from ..restore.rows import PlanContext, RowGroup, SegmentSlice
 from ..store import EXACT
 from ..store.codecs import codec_in, coded_provenance
 from ..store.format import is_passage

@@ -1,4 +1,7 @@
-"""Checks that a model counts positions, and exposes of its attention what a method needs, with advice if not."""
+"""Checks that a model counts positions, and exposes of its attention what a method needs, with advice if not.
+
+And that a method restores what continuous batching needs.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from itertools import pairwise
 from transformers import PreTrainedModel
 
 from ..errors import CacheMismatchError, ConfigError, TieredCacheError, UnsupportedModelError
-from ..methods import BudgetMethod, Method, Passages
+from ..methods import BudgetMethod, ForConversation, Method, Passages, PrefixMethod
 from ..patches.attach import Attachment
 from ..patches.attention import SELECTING, WRAPPED, can_scatter, can_select, passes_mask_on, shows_queries
 from ..patches.layers import can_drop, code_of
@@ -173,3 +176,12 @@ def needs_attention(method: Method, model: PreTrainedModel, implementations: tup
         f"{name} requires the attention implementation {needed}, but the model uses "
         f"{model.config._attn_implementation!r}; call model.set_attn_implementation({implementations[0]!r}) first"
     )
+
+
+def check_batched(method: Method) -> None:
+    """Raise ConfigError if a method does not restore whole exact prefixes, which pages need."""
+    if not isinstance(method, PrefixMethod) or isinstance(method, ForConversation):
+        raise ConfigError(
+            f"continuous batching restores exact prefixes only, and {type(method).__name__} restores something else; "
+            "use the exact method, or call generate()"
+        )

@@ -41,7 +41,7 @@ from transformers.cli.serving.transcription import TranscriptionHandler
 from transformers.cli.serving.utils import DirectStreamer, GenerateManager, GenerationState, split_model_id
 
 from .. import reasons
-from ..batching.tiers import check_method
+from ..cache.suitability import check_batched
 from ..errors import ConfigError
 from ..kvstore import KVStore
 from ..methods import Method
@@ -385,7 +385,7 @@ def serve(
     new_cache = partial(_counted, requests, partial(TieredCache, store=store, method=method))
     batches = None
     if batching is not None:
-        check_method(method)
+        check_batched(method)
         new_session = partial(_counted, requests, partial(TieredSession, store=store, method=method))
         batches = Batching(new_session, ContinuousBatchingConfig(**batching))
     with suppress(KeyboardInterrupt), _listen(host, port) as listener:

@@ -16,9 +16,9 @@ _DETAILS = frozenset(f.name for f in fields(RequestDetails))
 class StatsCollector:
     """Thread-safe collector of a `RequestStats`, for the request's thread and the reading threads."""
 
-    def __init__(self) -> None:
+    def __init__(self, total: StatsCollector | None = None) -> None:
         self.stats = RequestStats()
-        self.total: StatsCollector | None = None
+        self.total = total
         """Collector that also counts everything counted here, for a sum over requests; or None."""
         self.on_section: Callable[[str, float, float], None] | None = None
         """Called with the figure, begin and end of each timed section, by `time.perf_counter`; or None."""
