@@ -27,7 +27,7 @@ from ..methods import Method
 from ..patches.attach import Attachment
 from ..store.geometry import HASH_TOKENS
 from ..tiers.collector import StatsCollector
-from .engine import Engine, Listener, Pages, id_of, parent_id_of
+from .engine import Engine, Listener, id_of, parent_id_of
 from .lookups import LayerRotations, Lookups, observe_rotations, windows_of
 from .packed import GraphKV, Packed, PackedKV, PassCapture, PassJoiner, without_biases
 from .requests import BatchedRequest, Restored
@@ -191,7 +191,7 @@ class PagedTiers(Listener):
                 return tokens  # it waits for pages
             request.decided = True
             self._note_model()
-            if self._changed and self._pages.held(request.prompt):  # it gets pages of another state of the model
+            if self._changed and self._engine.pages.held(request.prompt):  # it gets pages of another state of the model
                 request.note_reason(reasons.ENGINE_CHANGED)
                 request.stop_recording()
                 self._lookups.release(request)
@@ -238,7 +238,7 @@ class PagedTiers(Listener):
             run()
             return
         if graphed and self._graph_kv is None:
-            self._graph_kv = GraphKV(self._pages.cache.max_batch_tokens)
+            self._graph_kv = GraphKV(self._engine.pages.cache.max_batch_tokens)
         tables = self._attachment.tables_of(self._fingerprint or "", self._method.lossless or graphed)
         self._passed = self._capture = PassCapture(tables, self._windows, self._graph_kv if graphed else None)
         try:
@@ -320,10 +320,6 @@ class PagedTiers(Listener):
 
     # --- restoring
 
-    @property
-    def _pages(self) -> Pages:
-        return self._engine.pages
-
     def _new_executor(self, collector: StatsCollector) -> Executor:
         return Executor(self._attachment, self._storage, self._method, self._options, collector)
 
@@ -332,8 +328,8 @@ class PagedTiers(Listener):
 
         Unless it `waits` for its restore, only its computed KV is recorded.
         """
-        prompt, are_shared = request.prompt, self._pages.are_shared
-        held = self._pages.held(prompt) if are_shared else 0
+        prompt, are_shared = request.prompt, self._engine.pages.are_shared
+        held = self._engine.pages.held(prompt) if are_shared else 0
         follows = are_shared and (follows or held > request.held)
         request.held = held
         if waits and (self._lookups.are_hung or time.monotonic() > request.deadline):
@@ -359,7 +355,7 @@ class PagedTiers(Listener):
 
     def _has_room(self, request: BatchedRequest, held: int) -> bool:
         """Return whether there are pages for the whole prompt, of which its pages hold the first `held` tokens."""
-        return self._pages.has_room(len(request.prompt) + 1, held)
+        return self._engine.pages.has_room(len(request.prompt) + 1, held)
 
     def _place(self, request: BatchedRequest, restored: Restored, held: int) -> int:
         """Write restored KV from token `held` on into pages, and return the number of tokens that they hold.
@@ -370,7 +366,7 @@ class PagedTiers(Listener):
         if sequence is None or sequence.identity.fingerprint != self._fingerprint:
             request.note_reason(reasons.ENGINE_CHANGED)
             return held
-        engine, pages, state, stop = self._engine, self._pages, request.state, restored.stop
+        engine, pages, state, stop = self._engine, self._engine.pages, request.state, restored.stop
         continues = restored.first <= held < stop and self._has_room(request, held)
         if not continues or not pages.allocate(state, held, stop):
             return held

@@ -35,7 +35,7 @@ class Conversation:
         self.record: ConversationRecord | None = None
         """Record as of the last acquisition or save; None if there is none."""
         self._storage = storage
-        self._ownership = Ownership(conversation_id, storage.records)
+        self._ownership = Ownership(conversation_id, storage.conversations.files)
         self.claim(over=True)
 
     def claim(self, over: bool = False) -> None:

@@ -85,9 +85,9 @@ class Storage:
         self.remote: RemoteTier | None = None
         self.disk, self.place, self.residency = disk, disk.place, residency
         self.unstored = UnstoredPrefixes(residency)
-        self.records = disk.backend.records
-        self.conversations, self.documents = Conversations(self.records), Documents(self.records)
-        self.calibrations = Calibrations(self.records)
+        records = disk.backend.records
+        self.conversations, self.documents = Conversations(records), Documents(records)
+        self.calibrations = Calibrations(records)
         self.policy, self.codec, self.ttl = policy, codec, ttl
         self.spot_checks = SpotChecks(spot_checks)
         self._secret = secret

@@ -224,7 +224,7 @@ def test_calibrations_outlive_a_moment_in_which_they_cannot_be_read(tmp_path, mo
     with KVStore(tmp_path) as store:
         storage = storage_of(store)
         with monkeypatch.context() as patch:
-            patch.setattr(type(storage.records), "read", Mock(side_effect=OSError(errno.EMFILE, "too many")))
+            patch.setattr(type(storage.calibrations.files), "read", Mock(side_effect=OSError(errno.EMFILE, "too many")))
             assert prefix_costs(storage, fingerprint, CPU, "exact", 160) is None
             with pytest.raises(OSError, match="too many"):
                 storage.calibrations.write("other", [])
