@@ -227,7 +227,7 @@ def parse_request(
     base: int,
     pads: list[int] | None,
     arguments: ForwardArguments,
-    check: DecodingCheck | None = None,
+    check: DecodingCheck | None,
 ) -> Request | str:
     """Parse the arguments of a pass. Return the reason instead if its KV can neither be stored nor restored.
 

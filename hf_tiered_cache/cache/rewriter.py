@@ -245,11 +245,10 @@ class SegmentRewriter:
         for request in requests:
             handle = self._residency.fetch([request], torch.device("cpu"), StatsCollector(), ahead=True)
             try:
-                handle.wait()
+                with handle:
+                    handle.wait()
             except Exception as error:
                 logger.debug("the blocks of segment %s could not be loaded into memory: %r", new.id, error)
-            finally:
-                handle.release()
 
 
 def _kept_of(residency: Residency, segment: SegmentReader) -> list[tuple[int, np.ndarray]]:

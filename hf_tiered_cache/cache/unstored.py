@@ -160,12 +160,10 @@ def blocks_in_memory(residency: Residency, reader: SegmentReader, block_group: i
     missing, cpu = np.arange(len(blocks)), torch.device("cpu")
     on_host = residency.find(reader.owners[block_group], missing, cpu)["host"]
     if len(on_host):
-        handle = residency.fetch([BlockRequest(reader, block_group, on_host)], cpu, StatsCollector(), ahead=True)
-        try:
+        request = BlockRequest(reader, block_group, on_host)
+        with residency.fetch([request], cpu, StatsCollector(), ahead=True) as handle:
             handle.wait()
             for first, memory in handle.fetched[0].arrived.runs():
                 blocks[first : first + len(memory)] = memory
-        finally:
-            handle.release()
         missing = np.setdiff1d(missing, handle.fetched[0].chunks, assume_unique=True)
     return blocks, missing

@@ -70,7 +70,7 @@ class ModelDescription(CodeDescription):
     For `statics` see `CodeDescription`, and for `unsteady` see `Watch`.
     """
 
-    def __init__(self, model: PreTrainedModel, statics: Statics | None = None, unsteady: Places | None = None) -> None:
+    def __init__(self, model: PreTrainedModel, statics: Statics, unsteady: Places) -> None:
         super().__init__(Watch(unsteady), statics)
         self.tuned: list[Any] = []
         """Layers wrapped by an adapter."""

@@ -175,7 +175,7 @@ def calibrate_prefix(
     return costs
 
 
-def calibrate_once(storage: Storage, model: torch.nn.Module, method: Method, *, progress: bool = True) -> None:
+def calibrate_once(storage: Storage, model: torch.nn.Module, method: Method, *, progress: bool) -> None:
     """Measure the costs of prefixes for a method that needs them, unless the store has them or cannot be written.
 
     If they cannot be saved, such as on a full disk, this is logged, and the method restores all that is stored.

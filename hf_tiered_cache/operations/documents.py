@@ -67,7 +67,7 @@ def remove_documents(storage: Storage, labels: Collection[str]) -> int:
     return removed
 
 
-def finish_documents(storage: Storage, dry_run: bool = False) -> list[str]:
+def finish_documents(storage: Storage, dry_run: bool) -> list[str]:
     """Delete replaced passages that a killed process did not delete, and records without stored passages.
 
     Return the files of the records that were deleted, or with `dry_run` would be.

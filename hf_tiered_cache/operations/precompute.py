@@ -188,16 +188,12 @@ def warm(
             if not storage.residency.device_budget:  # load blocks only to the host
                 device = torch.device("cpu")
             request = BlockRequest(unit.reader, unit.block_group.index, unit.chunks)
-            handle = None
             try:
-                handle = storage.residency.fetch([request], device, collector, ahead=True)
-                handle.wait()
-                handle.confirm()
+                with storage.residency.fetch([request], device, collector, ahead=True) as handle:
+                    handle.wait()
+                    handle.confirm()
             except Exception as error:  # an unreadable block counts as a miss of the next request
                 storage.disk.report(unit.reader.id, error)
-            finally:
-                if handle is not None:
-                    handle.release()
             bar.update(unit.nbytes)
     return prompt.describe()
 

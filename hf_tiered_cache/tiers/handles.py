@@ -223,7 +223,8 @@ class FetchedBlocks:
 class BlockHandle:
     """Block handle: a batch of blocks that is fetched to a device, and the pin on their slots until `release`.
 
-    `confirm` waits until the blocks of a pin are verified, and `retire` releases the pin of a handle.
+    As a context manager, it is released at the end. `confirm` waits until the blocks of a pin are verified, and
+    `retire` releases the pin of a handle.
     """
 
     def __init__(
@@ -275,3 +276,9 @@ class BlockHandle:
     def release(self) -> None:
         """Release the slots. Call this after the last use of the blocks, and also if the fetch failed."""
         self._retire(self)
+
+    def __enter__(self) -> BlockHandle:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.release()
