@@ -23,7 +23,7 @@ from lib.pages import machine, machine_text, save, table
 
 from hf_tiered_cache import KVStore
 from hf_tiered_cache.methods import CacheTune
-from hf_tiered_cache.operations.documents import BATCH_TOKENS
+from hf_tiered_cache.operations.contents import BATCH_TOKENS
 from hf_tiered_cache.passages.ranking import Ranking
 from hf_tiered_cache.store.geometry import HASH_TOKENS
 

@@ -7,28 +7,20 @@ It imports torch when it first reads or writes KV (see `store.lazy`).
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from tqdm.auto import tqdm
-
-from .cache.conversation import remove_conversations
 from .cache.storage import DEFAULT_POLICY, Storage
 from .errors import ConfigError, unknown_name, with_type
-from .operations.documents import BATCH_TOKENS, finish_documents, remove_documents
+from .operations.contents import BATCH_TOKENS, StoreContents
 from .remote.write_back import WRITES
-from .stats import StoreStats
-from .store import maintain
 from .store.backend import SegmentBackend
 from .store.backends import open_backend, open_remote
-from .store.catalogue import SegmentRow
 from .store.cipher import Hidden, cipher_of
 from .store.codecs import RAW, codec_in, make_codec
-from .store.conversations import ConversationInfo
 from .store.disk import SegmentStore
-from .store.documents import DocumentInfo
 from .store.engines import Engine
 from .store.faults import Counters
 from .store.folder import FolderBackend
@@ -50,7 +42,7 @@ _MOST_TTL = 1e11
 """Maximum lifetime in seconds, 3,000 years: files do not hold times that are much later."""
 
 
-class KVStore:
+class KVStore(StoreContents):
     """Persistent store of KV: segments on disk, with blocks cached in host and device memory.
 
     One store serves many caches, threads and processes. Use it as a context manager to close it at the end of the
@@ -297,27 +289,6 @@ class KVStore:
 
         return warm(self._opened, model, input_ids, method, tag, progress)
 
-    def clear(self, *, disk: bool = False) -> None:
-        """Drop all blocks from host and device memory.
-
-        Args:
-            disk: Whether to also delete all segments on disk, including pinned and damaged ones, but those of another
-                format.
-
-        Raises:
-            StoreError: Not all segments on disk are known; then nothing on disk is deleted.
-        """
-        storage = self._opened
-        if disk:
-            storage.disk.check_writable()
-        storage.flush()
-        if disk:
-            ids = [row.id for row in storage.disk.index.complete_rows()]
-            storage.remove([*ids, *maintain.unlisted_damaged(storage.disk)])
-            storage.conversations.sweep(())
-            storage.documents.sweep(())
-        storage.residency.clear()
-
     def calibrate(self, model: torch.nn.Module, **settings: Any) -> Calibration:
         """Measure the fastest recompute ratio for this model, machine and store.
 
@@ -399,225 +370,6 @@ class KVStore:
                     f"change the codec; call store.precompute(model, input_ids, method=...) with codec={codec!r} to "
                     "store the prompt again"
                 )
-
-    def reorder(self, ids: Iterable[str] | None = None, *, progress: bool = True) -> int:
-        """Reorder the tokens of segments by the attention they got from prompts, highest first.
-
-        `ContiguousKV` requests this in the background after 1, 2, 4, ... prompts of a segment, `Impress` after 4, 8,
-        16, ... Passages are ordered by their ranking "context", so that the blocks of recomputed tokens are not read.
-
-        Args:
-            ids: Ids of the segments to reorder; None for all.
-            progress: Whether to show a progress bar.
-
-        Returns:
-            Number of segments that were rewritten. Unreadable segments are left unchanged and counted in the
-            statistics.
-        """
-        return self._rewrite_segments(self._storage.rewriter.reorder, ids, "reorder", progress)
-
-    def _rewrite_segments(
-        self, action: Callable[[str], bool], ids: Iterable[str] | None, name: str, progress: bool
-    ) -> int:
-        """Apply `action` to segments, to all if `ids` is None, and return the number of those that it changed."""
-        storage = self._opened
-        storage.disk.check_writable()
-        storage.flush()
-        segments = [row.id for row in storage.disk.index.rows()] if ids is None else list(ids)
-        changed = sum(action(old) for old in tqdm(segments, unit="segment", desc=name, disable=not progress))
-        storage.disk.sync()
-        return changed
-
-    # --- lifecycle
-
-    def flush(self) -> None:
-        """Write all computed KV, make it durable, and wait for background work, such as sending it to the remote."""
-        self._storage.flush()
-
-    def close(self) -> None:
-        """Write all computed KV, and release files, threads and memory."""
-        self._storage.close()
-
-    def __reduce__(self) -> Any:
-        raise TypeError("a store cannot be pickled; pass its path, and open it in the other process")
-
-    def __enter__(self) -> KVStore:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    @property
-    def _opened(self) -> Storage:
-        """The storage. Raises StoreClosedError if the store was closed, or was opened by another process."""
-        self._storage.check_open()
-        return self._storage
-
-    @property
-    def place(self) -> str:
-        """Path or address of the store."""
-        return self._storage.place
-
-    @property
-    def usable(self) -> bool:
-        """True if the store is open and was opened by this process."""
-        return self._storage.usable
-
-    @property
-    def encrypted(self) -> bool:
-        """True if the store was opened with a key."""
-        return bool(self._storage.disk.cipher.key_id)
-
-    def __repr__(self) -> str:
-        if not hasattr(self, "_storage"):  # opening failed, and a traceback prints this object
-            return "KVStore(not open)"
-        notes = [
-            self._storage.disk.backend.reads_with,
-            *([] if self._storage.remote is None else [f"remote {self._storage.remote.place}"]),
-            *["encrypted"] * self.encrypted,
-            *["closed"] * self._storage.is_closed,
-        ]
-        return f"KVStore({self.place!r}, {', '.join(notes)})"
-
-    def _repr_html_(self) -> str:
-        return self.stats._repr_html_()
-
-    @property
-    def stats(self) -> StoreStats:
-        """Contents of the store, and counters since it was opened."""
-        stats, disk = self._storage.disk.counters.snapshot(), self._storage.disk
-        residency, writer = self._storage.residency, self._storage.writer
-        if not self._storage.is_closed:
-            stats.segments, stats.tokens, stats.disk.bytes, stats.encrypted_segments = disk.index.counts()
-            with suppress(OSError):  # then without the sidecars
-                stats.disk.bytes += sum(disk.sidecars.by_segment().values())
-        stats.disk.budget = disk.limits.quota
-        stats.host.bytes, stats.host.budget = residency.host.nbytes, residency.host.budget
-        stats.device.bytes, stats.device.budget = residency.device_bytes
-        stats.index.bytes, stats.index.budget = residency.index_cache.allocated, residency.index_cache.budget
-        stats.unbudgeted_index_bytes = residency.index_cache.unbudgeted
-        stats.evicted_blocks, stats.evicted_indexes = residency.evicted, residency.index_cache.evicted
-        stats.queued_bytes, stats.queued_device_bytes = writer.queued_bytes, writer.queued_device_bytes
-        if self._storage.remote is not None:
-            stats.remote = self._storage.remote.stats()
-        return stats
-
-    # --- contents
-
-    def segments(self) -> list[SegmentRow]:
-        """Return the stored segments, most recently used last. Raises StoreError if the catalogue fails."""
-        return self._opened.disk.index.rows()
-
-    def verify(self, *, progress: bool = False, repair: bool = False) -> maintain.VerifyReport:
-        """Read all stored bytes, verify all checksums, and report damaged segments.
-
-        Segments that the store's key cannot decrypt are counted but not read.
-
-        Args:
-            progress: Whether to show a progress bar.
-            repair: Whether to remove damaged segments.
-
-        Raises:
-            StoreClosedError: The store was closed meanwhile, so that its files could not be read.
-        """
-        storage = self._opened
-        storage.writer.flush()
-        try:
-            return maintain.verify(storage.disk, progress=progress, repair=repair)
-        finally:
-            storage.check_open()
-
-    def gc(self, *, dry_run: bool = False) -> maintain.GcReport:
-        """Delete data that no request can use, and evict segments above the quota, unless that would not be enough.
-
-        Segments that cannot be read are reported, and kept with the conversations and documents that may name them.
-
-        Args:
-            dry_run: Whether to only report what would be deleted.
-
-        Raises:
-            StoreError: Not all stored segments are known; then no record and no segment is deleted.
-            StoreClosedError: The store was closed meanwhile.
-        """
-        storage = self._opened
-        try:
-            documents = finish_documents(storage, dry_run)
-            # before anything is deleted, as in a dry run
-            stored = {row.id for row in storage.disk.index.complete_rows(but_unreadable=True)}
-            conversations = storage.conversations.sweep(stored | maintain.unlisted_intact(storage.disk), dry_run)
-            report = maintain.gc(storage.disk, dry_run=dry_run)
-            report.conversations, report.documents = len(conversations), len(documents)
-            report.deleted |= dict.fromkeys(conversations, "its segments no longer exist")
-            report.deleted |= dict.fromkeys(documents, "its passages no longer exist")
-            return report
-        finally:
-            storage.check_open()
-
-    def remove(self, ids: Iterable[str]) -> int:
-        """Delete segments by id. Return the number of segments deleted."""
-        return self._opened.remove(ids)
-
-    def pin(self, ids: Iterable[str], pinned: bool = True) -> None:
-        """Protect segments from eviction, or with `pinned=False` remove the protection.
-
-        Raises:
-            ConfigError: An id to be pinned is unknown.
-        """
-        self._opened.disk.pin(ids, pinned)
-
-    def conversations(self) -> list[ConversationInfo]:
-        """Return the suspended conversations, most recently used last, with their contents and current user."""
-        return self._storage.conversations.listed(self.segments())
-
-    def remove_conversation(self, conversation_id: str) -> int:
-        """Delete a conversation, and its unpinned segments that no other conversation uses.
-
-        Prompts without a conversation may share these segments. They are computed again.
-
-        Returns:
-            Number of segments deleted.
-
-        Raises:
-            ConfigError: There is no conversation with this id.
-            ConversationInUseError: A cache uses the conversation.
-            StoreError: Not all stored segments are known, or another conversation's record is damaged, or of a newer
-                version of the library.
-            OSError: Another conversation's record cannot be read.
-        """
-        return remove_conversations(self._opened, [conversation_id])
-
-    def documents(self, label: str | None = None) -> list[DocumentInfo]:
-        """Return the documents that passages are stored under, and the state of each, sorted by label.
-
-        Args:
-            label: Label of the documents to return (one for each model and way of computing); None for all.
-        """
-        infos = self._storage.documents.listed(self.segments())
-        return [info for info in infos if label in (None, info.label)]
-
-    def remove_document(self, label: str) -> int:
-        """Delete a document, and its passages that no other label names, including pinned ones.
-
-        Passages that were also stored without a label are deleted too, and computed again when needed.
-
-        Returns:
-            Number of segments deleted.
-
-        Raises:
-            ConfigError: There is no document with this label.
-            StoreError: Not all stored segments are known, or another document's record is damaged, or of a newer
-                version of the library.
-            OSError: Another document's record cannot be read.
-        """
-        return remove_documents(self._opened, [label])
-
-    def models(self) -> dict[str, dict[str, str]]:
-        """Return the known facts about each model that has segments in the store, by fingerprint."""
-        return self._opened.disk.index.models()
-
-    def pinned(self) -> set[str]:
-        """Return the ids of the pinned segments."""
-        return self._opened.disk.backend.pinned()
 
 
 def open_store(store: KVStore | str | os.PathLike[str], method: Method, stores_by_path: dict[str, Any]) -> KVStore:

@@ -229,7 +229,7 @@ class _Documents(_Command):
         return sizes | {"last used": ago(row.used), "uses": f"{row.uses:,}"}
 
     def removal(self) -> Any:
-        from ..operations.documents import remove_documents, segments_of_documents
+        from ..operations.contents import remove_documents, segments_of_documents
 
         return segments_of_documents, remove_documents
 

@@ -24,7 +24,7 @@ from ..store.format import is_passage
 from ..store.geometry import HASH_TOKENS
 from ..store.records import check_name
 from ..store.segment import SegmentReader
-from .documents import BATCH_TOKENS, enter_documents
+from .contents import BATCH_TOKENS, enter_documents
 from .passage_cache import PassageCache, whole_tokens
 from .precompute import PrecomputeReport, as_prompts, bar_over
 

@@ -15,7 +15,7 @@ from thorough import amount, pairs
 from hf_tiered_cache import KVStore
 from hf_tiered_cache.errors import ConfigError, StoreError
 from hf_tiered_cache.kvstore import storage_of
-from hf_tiered_cache.operations import documents, passages
+from hf_tiered_cache.operations import contents, passages
 from hf_tiered_cache.store.documents import DocumentRecord
 from hf_tiered_cache.store.geometry import Geometry
 
@@ -184,7 +184,7 @@ def test_what_another_process_deletes_meanwhile_is_stored_again(root, store, mod
     def late(storage, entries):
         with KVStore(root, engine="posix") as other:
             other.remove_document("a")
-        return documents.enter_documents(storage, entries)
+        return contents.enter_documents(storage, entries)
 
     monkeypatch.setattr(passages, "enter_documents", late)
     fill(store, model, [PASSAGES[0]], ["b"])
