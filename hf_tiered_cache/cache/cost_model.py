@@ -24,14 +24,7 @@ from ..store.codecs import RAW, coded_provenance, make_codec
 from ..store.geometry import HASH_TOKENS
 from ..store.segment import UnstoredPrefixReader
 from ..tiers.residency import Residency
-from .calibrations import (
-    CostFactors,
-    PrefixCosts,
-    calibrated_ratio,
-    prefix_costs,
-    quality_budget,
-    warn_of_loss,
-)
+from .calibrations import CostFactors, PrefixCosts, calibrated_ratio, prefix_costs, quality_budget, warn_of_loss
 from .sequence import SequenceState
 from .storage import Storage
 from .suitability import can_recompute_prefix

@@ -24,17 +24,7 @@ from .backend import HeadLength, SegmentBackend
 from .database import has_database
 from .engines import Engine, EngineFile, ReadOp
 from .format import HEADER_BYTES
-from .kinds import (
-    DATABASE_FILES,
-    KINDS,
-    LOCK,
-    PIN,
-    SEGMENT,
-    SEGMENT_SUFFIX,
-    SIDECAR,
-    FileKind,
-    file_of,
-)
+from .kinds import DATABASE_FILES, KINDS, LOCK, PIN, SEGMENT, SEGMENT_SUFFIX, SIDECAR, FileKind, file_of
 from .lazy import torch
 from .records import RecordFiles
 from .root import StoreRoot, Temporary
