@@ -34,6 +34,13 @@ def with_type(value: object) -> str:
     return f"{' '.join(repr(value).split()):.80} ({type(value).__name__})"
 
 
+def check_switches(**switches: object) -> None:
+    """Raise ConfigError if the value of a switch is neither True nor False: "no" would count as True."""
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise ConfigError(f"{name} must be True or False, not {with_type(value)}")
+
+
 class TieredCacheError(Exception):
     """Base class of all exceptions of hf_tiered_cache."""
 

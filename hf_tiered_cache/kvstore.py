@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from .cache.storage import DEFAULT_POLICY, Storage
-from .errors import ConfigError, unknown_name, with_type
+from .errors import ConfigError, check_switches, unknown_name, with_type
 from .operations.contents import BATCH_TOKENS, StoreContents
 from .remote.write_back import WRITES
 from .store.backend import SegmentBackend
@@ -141,6 +141,7 @@ class KVStore(StoreContents):
             del key, salt  # tracebacks may show variables
         if ttl is not None and not (isinstance(ttl, int | float) and 0 < ttl <= _MOST_TTL):  # also NaN
             raise ConfigError(f"ttl must be a number of seconds above 0, or None for no limit, not {with_type(ttl)}")
+        check_switches(verify=verify)
         if no_salt:
             raise ConfigError("the salt is empty; omit it, or pass a secret")
         if remote_write not in WRITES:

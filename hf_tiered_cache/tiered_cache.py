@@ -28,7 +28,7 @@ from .cache.stored_cache import StoredCache, prepare
 from .cache.suitability import check_batched
 from .cache.suspend import Suspended, suspend_cache
 from .cache.timeline import Timeline
-from .errors import StoreClosedError, TieredCacheError
+from .errors import StoreClosedError, TieredCacheError, check_switches
 from .kvstore import KVStore, open_store, storage_of
 from .methods import BudgetMethod, ForConversation, Method, make_method
 from .operations.calibrate import calibrate_once
@@ -99,6 +99,7 @@ class TieredCache(StoredCache):
         trace: str | os.PathLike[str] | Timeline | None = None,
     ) -> None:
         parsed_method = make_method(method)
+        check_switches(restore=restore, record=record, strict=strict, progress=progress, fold_heads=fold_heads)
         if conversation is not None:
             name = conversation_name(conversation)  # also validates it
             if isinstance(parsed_method, ForConversation):

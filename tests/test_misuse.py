@@ -218,6 +218,18 @@ def test_switches_are_true_or_false(wrong):
     assert asked > 5
 
 
+@pytest.mark.parametrize("wrong", [0, None, "no"])
+def test_switches_of_stores_and_caches_are_true_or_false(wrong, tmp_path, store):
+    model = build("llama")
+    with pytest.raises(ConfigError, match="verify must be True or False, not"):
+        KVStore(tmp_path / "new", verify=wrong)
+    assert not (tmp_path / "new").exists()
+    for name in ("restore", "record", "strict", "progress", "fold_heads"):
+        with pytest.raises(ConfigError, match=f"{name} must be True or False, not"):
+            TieredCache(model, store, **{name: wrong})
+    assert attachment_of(model) is None
+
+
 @pytest.mark.parametrize("call", [KVStore, lambda model: TieredCache(model, model)], ids=["store", "cache"])
 def test_a_model_in_the_place_of_a_store_is_named_in_one_line(call):
     with pytest.raises(ConfigError, match=r"LlamaForCausalLM") as raised:

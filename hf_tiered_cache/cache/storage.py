@@ -135,7 +135,7 @@ class Storage:
             self.disk.warn(
                 f"policy {method.policy}",
                 f"{type(method).__name__} was published with the eviction policy {method.policy!r}, but this store "
-                f"uses {self.policy!r}; open it with KVStore(path, policy=method.policy)",
+                f"uses {self.policy!r}; open it with KVStore(path, policy={method.policy!r})",
             )
 
     # --- lookup

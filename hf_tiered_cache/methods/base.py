@@ -14,7 +14,7 @@ from math import inf
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..errors import ConfigError, with_type
+from ..errors import ConfigError, check_switches, with_type
 from ..restore.rows import PlanContext, Positions
 from ..selection.prompt import PREFETCHED
 from ..selection.selectors import Selector
@@ -57,9 +57,8 @@ class Method(ABC):
     """Eviction policy that the method was published with: `KVStore(path, policy=method.policy)`."""
 
     def __post_init__(self) -> None:
-        for option in fields(self):
-            value = getattr(self, option.name)
-            require(option.type not in ("bool", bool) or isinstance(value, bool), option.name, "True or False", value)
+        names = [option.name for option in fields(self) if option.type in ("bool", bool)]
+        check_switches(**{name: getattr(self, name) for name in names})
         if self.geometry.pairs:
             raise ConfigError(
                 "the geometry of a method has no pairs of layers; only stored segments have them (see `join_segments`)"
