@@ -23,8 +23,8 @@ from ..patches.scope import follows_cache
 from ..restore.hashes import History, PrefixHasher
 from ..tiers.collector import StatsCollector
 from .conversation import Conversation
-from .cost_model import with_measured_settings
-from .observed import Pace, seconds_to_compute
+from .cost_model import seconds_to_compute, with_measured_settings
+from .observed import Pace
 from .recorder import Recorder
 from .request import ForwardArguments, Request, parse_request
 from .sequence import SequenceState, num_common
@@ -170,7 +170,9 @@ class CacheState:
             self.options.segments,
             layers=len(cache.layers),
             selects=any(source.selects for source in cache.kv_sources),
-            seconds_to_compute=partial(seconds_to_compute, store, self._pace, fingerprint, attachment.model.device),
+            seconds_to_compute=partial(
+                seconds_to_compute, store, self._pace, fingerprint, attachment, method.geometry.codec
+            ),
             reports_passages=isinstance(method, Passages),
         )
 

@@ -25,6 +25,7 @@ from ..store.geometry import HASH_TOKENS
 from ..store.segment import UnstoredPrefixReader
 from ..tiers.residency import Residency
 from .calibrations import CostFactors, PrefixCosts, calibrated_ratio, prefix_costs, quality_budget, warn_of_loss
+from .observed import Pace
 from .sequence import SequenceState
 from .storage import Storage
 from .suitability import can_recompute_prefix
@@ -106,6 +107,17 @@ def costs_of_codec(
         coded_bytes = sum(field.dtype.itemsize * field.dim for field in make_codec(codec).fields(model.dtype, _DIM))
         costs = costs.scaled(CostFactors(load=coded_bytes / (model.dtype.itemsize * _DIM)))
     return costs
+
+
+def seconds_to_compute(
+    storage: Storage, pace: Pace, fingerprint: str, attachment: Attachment, codec: str, tokens: int
+) -> float | None:
+    """Return the seconds to compute a prompt: by the calibration, else by the observed pace, else None."""
+    costs = costs_of_codec(storage, fingerprint, attachment, codec, tokens)
+    if costs is not None:
+        return float(costs.computing(tokens))
+    per_token = pace.per_token(fingerprint)
+    return None if per_token is None else tokens * per_token
 
 
 def _may_recompute_prefix(plan: Plan, sequence: SequenceState) -> bool:

@@ -18,8 +18,7 @@ import torch
 from ..errors import StoreError
 from ..restore.plan import Plan, RecomputePlan
 from ..stats import TIERS, RequestStats
-from ..store import EXACT
-from .calibrations import CostFactors, PrefixCosts, change_cost_factors, prefix_costs
+from .calibrations import CostFactors, PrefixCosts, change_cost_factors
 from .storage import Storage
 
 _STEP = 1.25
@@ -151,14 +150,3 @@ def renew_costs(storage: Storage, fingerprint: str, device: torch.device, ratios
     if steps and storage.disk.backend.writable:
         with suppress(StoreError, OSError):  # the next prompt shows the same
             change_cost_factors(storage, fingerprint, device, renewed)
-
-
-def seconds_to_compute(
-    storage: Storage, pace: Pace, fingerprint: str, device: torch.device, tokens: int
-) -> float | None:
-    """Return the seconds to compute a prompt: by the calibration, else by the observed pace, else None."""
-    costs = prefix_costs(storage, fingerprint, device, EXACT, tokens)
-    if costs is not None:
-        return float(costs.computing(tokens))
-    per_token = pace.per_token(fingerprint)
-    return None if per_token is None else tokens * per_token

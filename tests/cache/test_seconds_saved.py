@@ -13,6 +13,8 @@ from hf_tiered_cache.cache.calibrations import CostFactors, PrefixCosts, change_
 from hf_tiered_cache.identity import Fingerprinter
 from hf_tiered_cache.kvstore import storage_of
 from hf_tiered_cache.methods import ContiguousKV
+from hf_tiered_cache.store import EXACT
+from hf_tiered_cache.store.codecs import coded_provenance
 
 CPU = torch.device("cpu")
 RESTORE = Exact(recompute=0.0, decline=False)
@@ -25,9 +27,9 @@ def ask(model, store, ids, method=RESTORE):
     return cache.stats
 
 
-def fill(root, tokens=320):
+def fill(root, tokens=320, codec="raw"):
     """Store a prompt, and return a model that has computed nothing yet."""
-    with KVStore(root, engine="posix") as store:
+    with KVStore(root, engine="posix", codec=codec) as store:
         ask(build("qwen2"), store, prompt(tokens))
     return build("qwen2")
 
@@ -37,11 +39,12 @@ def restoring(stats):
 
 
 @pytest.mark.parametrize("factor", [1.0, 2.0])
-def test_with_a_calibration_it_is_computing_minus_restoring(root, factor):
-    model = fill(root)
-    with KVStore(root, engine="posix") as store:
-        identity = Fingerprinter(model)()
-        keep_prefix_costs(storage_of(store), identity, CPU, "exact", [PrefixCosts(320, 0.5, {"disk": 1e-6})])
+@pytest.mark.parametrize("codec", ["raw", "int8"])
+def test_with_a_calibration_it_is_computing_minus_restoring(root, factor, codec):
+    model = fill(root, codec=codec)
+    with KVStore(root, engine="posix", codec=codec) as store:
+        identity, provenance = Fingerprinter(model)(), coded_provenance(EXACT, codec)
+        keep_prefix_costs(storage_of(store), identity, CPU, provenance, [PrefixCosts(320, 0.5, {"disk": 1e-6})])
         change_cost_factors(storage_of(store), identity, CPU, lambda factors: CostFactors(compute=factor))
         stats = ask(model, store, prompt(340))
     assert stats.tokens_restored == 320
