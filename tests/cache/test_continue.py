@@ -11,6 +11,7 @@ from thorough import pairs
 
 from hf_tiered_cache import CacheMismatchError, KVStore, TieredCache, reasons
 from hf_tiered_cache.methods import ContiguousKV
+from hf_tiered_cache.patches.layers import PREFILL_CONTINUES_CACHE
 
 GREEDY = {"do_sample": False, "max_new_tokens": 6}
 
@@ -52,6 +53,8 @@ def test_a_copied_prompt_goes_on_in_several_ways(model, store):
 @pytest.mark.parametrize("mode", [{}, {"num_beams": 2}, {"prompt_lookup_num_tokens": 3}, {"prefill_chunk_size": 16}])
 def test_a_prompt_may_be_only_what_the_cache_lacks(model, store, mode, pad):
     """As transformers allows: the attention mask covers all tokens, the ids are the new ones."""
+    if "prompt_lookup_num_tokens" in mode and not PREFILL_CONTINUES_CACHE:
+        pytest.skip("in this version of transformers, assisted decoding does not: DynamicCache gives other tokens, too")
     whole, copies = prompt(100), mode.get("num_beams", 1)
     store.precompute(model, whole, progress=False)
     mask = torch.ones_like(whole)
