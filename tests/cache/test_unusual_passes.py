@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from families import build, prompt
+from families import ROUNDS_MORE, build, prompt
 from hypothesis import event, example, given, settings
 from hypothesis import strategies as st
 from transformers import DynamicCache, LlamaForCausalLM, RobertaConfig, RobertaForCausalLM
@@ -57,8 +57,7 @@ def assert_right(root, model, prompts):
             asked = torch.cat([ids, prompt(2, rows=len(ids), seed=99)], dim=1)
             cache = TieredCache(model, store, record=False)
             found = last_logits(model, asked, cache, logits_to_keep=1)
-            # PyTorch 2.8 rounds float64 attention like float32, and differently with and without earlier tokens
-            torch.testing.assert_close(found, expected(model, asked), rtol=0, atol=1e-6)
+            torch.testing.assert_close(found, expected(model, asked), rtol=0, atol=1e-6 if ROUNDS_MORE else 1e-9)
             restored.append(cache.stats.tokens_restored)
     return restored
 

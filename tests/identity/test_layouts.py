@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from families import build, prompt
+from families import ROUNDS_MORE, build, prompt
 
 from hf_tiered_cache import TieredCache
 from hf_tiered_cache.identity import Fingerprinter, fingerprint
@@ -88,5 +88,5 @@ def test_casts_of_earlier_weights_are_not_used_under_the_new_fingerprint(store):
         store.flush()
         with torch.autocast("cpu", torch.bfloat16):
             expected, cache = first_logits(), TieredCache(model, store)
-            torch.testing.assert_close(first_logits(cache), expected, rtol=0, atol=0.2)  # earlier weights: over 1
+            torch.testing.assert_close(first_logits(cache), expected, rtol=0, atol=0.2 if ROUNDS_MORE else 5e-2)
             assert cache.stats.tokens_restored == 48

@@ -9,6 +9,8 @@ import transformers
 from transformers import PreTrainedModel
 
 VOCABULARY = 160
+ROUNDS_MORE = torch.__version__.startswith("2.8.")
+"""True for PyTorch 2.8: its attention on the CPU rounds float64 like float32, and otherwise after earlier tokens."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message.role }} : {{ message.content }}\n{% endfor %}"
