@@ -15,8 +15,7 @@ import numpy as np
 
 from ..store.geometry import BlockGroup
 from ..store.segment import SegmentReader
-from .rows import PlanContext as PlanContext  # documented as a part of this module
-from .rows import Positions, RowGroup, SegmentSlice, of_row, places, row_by_row
+from .rows import PlanContext, Positions, RowGroup, SegmentSlice, of_row, places, row_by_row
 
 
 @dataclass(frozen=True)

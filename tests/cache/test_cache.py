@@ -26,7 +26,7 @@ from transformers.models.bert.modeling_bert import BertLMHeadModel
 
 from hf_tiered_cache import CacheMismatchError, ConfigError, Exact, KVStore, TieredCache, UnsupportedModelError, detach
 from hf_tiered_cache.layers import DenseSource, sources_for
-from hf_tiered_cache.restore.plan import PlanContext
+from hf_tiered_cache.restore.rows import PlanContext
 
 GREEDY = {"do_sample": False, "max_new_tokens": 6}
 

@@ -17,8 +17,17 @@ from test_query_probe import LAYERS, NARROW_AT, Noting, Replacing, stored_kv
 
 from eval.baselines import Recompute
 from hf_tiered_cache import TieredCache
-from hf_tiered_cache.restore.plan import DeferredChoice, Plan, PlanContext
-from hf_tiered_cache.restore.rows import RowGroup, SegmentSlice, of_row, places, repeats, row_by_row, side_by_side
+from hf_tiered_cache.restore.plan import DeferredChoice, Plan
+from hf_tiered_cache.restore.rows import (
+    PlanContext,
+    RowGroup,
+    SegmentSlice,
+    of_row,
+    places,
+    repeats,
+    row_by_row,
+    side_by_side,
+)
 
 ROWS = [
     (QUESTION[:7], PASSAGES[2], PASSAGES[1], QUESTION),

@@ -24,8 +24,8 @@ from hf_tiered_cache.cache.sequence import SequenceState
 from hf_tiered_cache.patches import rope, rotary
 from hf_tiered_cache.patches.attach import attach
 from hf_tiered_cache.patches.scope import current
-from hf_tiered_cache.restore.plan import Plan, PlanContext
-from hf_tiered_cache.restore.rows import RowGroup, SegmentSlice
+from hf_tiered_cache.restore.plan import Plan
+from hf_tiered_cache.restore.rows import PlanContext, RowGroup, SegmentSlice
 from hf_tiered_cache.store.geometry import Geometry
 
 TOKENS = 130
