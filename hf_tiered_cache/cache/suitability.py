@@ -1,7 +1,4 @@
-"""Checks that a model counts positions, and exposes of its attention what a method needs, with advice if not.
-
-And that a method restores what continuous batching needs.
-"""
+"""Checks that a model, a method and the way of running them fit each other, with advice if they do not."""
 
 from __future__ import annotations
 
