@@ -17,19 +17,9 @@ from transformers import PreTrainedModel
 
 from . import rope, rotary
 from .attention import PATCHES
-from .layers import base_model, devices_of
+from .layers import PREFILL_CONTINUES_CACHE, base_model, cache_argument, devices_of
 from .replacement import Replacement, copy_as_it_is, copy_without, without_hook
-from .scope import (
-    CACHE_ARGUMENTS,
-    EAGER_STANCE,
-    PREFILL_CONTINUES_CACHE,
-    ServedCache,
-    Session,
-    arguments_by_name,
-    cache_argument,
-    current,
-    follows_cache,
-)
+from .scope import CACHE_ARGUMENTS, EAGER_STANCE, ServedCache, Session, arguments_by_name, current, follows_cache
 
 logger = logging.getLogger("hf_tiered_cache")
 

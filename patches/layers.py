@@ -1,6 +1,6 @@
-"""Parts of a model, and dropping of hidden states between its layers, for plans that compute less with depth.
+"""Parts of a model, its argument for a cache, and dropping of hidden states between its layers.
 
-See Krul, Section 4.
+For plans that compute less with depth, see Krul, Section 4.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ from types import CodeType
 from typing import Any
 
 import torch
+import transformers
+from packaging.version import Version
 from torch import nn
 from torch.nn.modules import module as torch_module
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 
 from ..errors import UnsupportedModelError
 from .rope import RotaryTap, picked
@@ -28,6 +30,18 @@ _KNOWN_ARGUMENTS = frozenset(
     }
 )
 """Arguments of decoder layers that are cut with the hidden states, or do not depend on single tokens."""
+PREFILL_CONTINUES_CACHE = Version(transformers.__version__) >= Version("5.23")
+"""True if chunked prefill continues from a cache in use; transformers 5.17 passes the whole prompt again."""
+
+
+def cache_argument(signature: inspect.Signature) -> str:
+    """Return the name of the argument in which a method of a model takes its cache.
+
+    Args:
+        signature: Signature of the method. If it names no such argument, the name is that of this transformers version.
+    """
+    names = [*signature.parameters, *inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters]
+    return next(name for name in names if name in CACHE_ARGUMENTS)
 
 
 def base_model(model: nn.Module) -> PreTrainedModel:

@@ -12,26 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
-import transformers
-from packaging.version import Version
-from transformers import GenerationMixin
 
 from .rope import RotaryTap
 
 CACHE_ARGUMENTS = ("cache", "past_key_values")
 """Names of the argument that holds the cache: since transformers 5.24, and before."""
-PREFILL_CONTINUES_CACHE = Version(transformers.__version__) >= Version("5.23")
-"""True if chunked prefill continues from a cache in use; transformers 5.17 passes the whole prompt again."""
-
-
-def cache_argument(signature: inspect.Signature) -> str:
-    """Return the name of the argument in which a method of a model takes its cache.
-
-    Args:
-        signature: Signature of the method. If it names no such argument, the name is that of this transformers version.
-    """
-    names = [*signature.parameters, *inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters]
-    return next(name for name in names if name in CACHE_ARGUMENTS)
 
 
 def arguments_by_name(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from thorough import pairs
 
 from hf_tiered_cache import CacheMismatchError, KVStore, TieredCache, reasons
 from hf_tiered_cache.methods import ContiguousKV
-from hf_tiered_cache.patches.scope import PREFILL_CONTINUES_CACHE
+from hf_tiered_cache.patches.layers import PREFILL_CONTINUES_CACHE
 
 GREEDY = {"do_sample": False, "max_new_tokens": 6}
 
