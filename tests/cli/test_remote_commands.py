@@ -233,6 +233,7 @@ def test_encrypted_segments_are_copied_with_the_key(model, place_of, tmp_path):
         (["copy", "sqlite://nothing.db", "b", "../../passwd"], "'../../passwd' is no whole id of a segment"),
         (["ls", "teleport://x"], "unknown backend"),
         (["ls", "redis://127.0.0.1:1"], "redis://127.0.0.1:1 cannot be reached (ConnectionError)"),
+        (["ls", "s3://bucket"], "s3://bucket cannot be reached (no connection; check the endpoint in the environment"),
         (["ls", "redis://127.0.0.1:1/team"], "names no number of a database; write redis://host:port/database/prefix"),
         (["top", "redis://127.0.0.1:1"], "redis://127.0.0.1:1 is the address of a remote; pass the folder of a store"),
     ],
@@ -240,6 +241,9 @@ def test_encrypted_segments_are_copied_with_the_key(model, place_of, tmp_path):
 def test_errors_say_what_is_wrong(arguments, message, monkeypatch, capsys, tmp_path):
     pytest.importorskip("redis", reason="install redis-py: pip install '.[redis]'")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "name")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     monkeypatch.setattr("sys.argv", ["hf-tiered-cache", *arguments])
     with pytest.raises(SystemExit) as exit_status:
         main()

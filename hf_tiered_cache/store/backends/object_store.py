@@ -28,6 +28,11 @@ _CLIENT = {"connect_timeout": "2s", "timeout": "30s"}
 """The timeout is that of a request with all its bytes: a range of at most 1 MiB, or a part of an upload."""
 _RETRIES = {"max_retries": 1, "retry_timeout": timedelta(seconds=5)}
 """Few: a request that waits longer computes instead."""
+_NO_ANSWER = {
+    "kind: Connect": "no connection; check the endpoint in the environment, and the network",
+    "kind: Timeout": "no answer in time",
+}
+"""Reasons of requests without an answer, by how the client calls them."""
 _memories: dict[str, Any] = {}
 """Objects of each "memory://" address of this process."""
 
@@ -132,7 +137,9 @@ class ObjectStoreBackend(ObjectBackend):
         except self.client.exceptions.BaseError as error:
             denied = self.client.exceptions.PermissionDeniedError, self.client.exceptions.UnauthenticatedError
             number = errno.EACCES if isinstance(error, denied) else errno.EIO
-            raise OSError(number, type(error).__name__, f"{self.place}/{name}") from None
+            told = str(error)  # with addresses and answers of servers, which may name keys
+            reason = next((text for kind, text in _NO_ANSWER.items() if kind in told), type(error).__name__)
+            raise OSError(number, reason, f"{self.place}/{name}") from None
 
 
 def _open(client: Any, address: str) -> Any:
