@@ -282,11 +282,17 @@ def _with_cached_tokens(document: dict[str, Any], own_stats: list[PromptStats]) 
     return document
 
 
+_REQUIRED = {"messages", "input"}
+"""Members of requests that transformers reads without a check."""
+
+
 async def _answer_invalid_request(request: Request, error: Exception) -> Response:
     """Answer requests that fail on invalid values or missing packages, since handlers validate little beforehand."""
     reason = f"the request cannot be served: {type(error).__name__}: {error}"
     if "chat_template" in str(error):
         reason = "the model's tokenizer has no chat template; use /v1/completions, or serve a chat model"
+    elif isinstance(error, KeyError) and error.args[0] in _REQUIRED:
+        reason = f"the request has no {error.args[0]!r}"
     logger.debug("%s", reason, exc_info=error)
     return JSONResponse(error_body(reason), status_code=400)
 

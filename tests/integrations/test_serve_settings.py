@@ -220,6 +220,11 @@ def test_messages_that_a_template_refuses_are_a_fault_of_the_client(plain, monke
         assert (status, said in text) == (400, True), text
 
 
+def test_a_chat_without_messages_is_told_so(plain):
+    status, text = plain.chat({"max_tokens": 3})
+    assert (status, json.loads(text)["error"]["message"]) == (400, "the request has no 'messages'")
+
+
 @pytest.mark.parametrize("settings", [{"num_beams": 4}, {"num_return_sequences": 3, "do_sample": True}], ids=str)
 def test_cached_tokens_are_those_of_one_prompt(plain, settings):
     expected = [complete(plain)["usage"] for _ in range(2)][1]
