@@ -97,7 +97,8 @@ def gc(
     print(
         f"{'would delete' if dry_run else 'deleted'} {report.expired} expired and "
         f"{count(report.damaged, 'damaged segment')}, {format_bytes(report.temporary_bytes)} of unfinished files, "
-        f"and {'evict' if dry_run else 'evicted'} {count(report.evicted, 'segment')}"
+        f"and {'evict' if dry_run else 'evicted'} {count(report.evicted, 'segment')}; "
+        f"{format_bytes(report.freed_bytes)} in all"
         + (f"; no segments are left of {count(report.conversations, 'conversation')}" if report.conversations else "")
         + (f"; no passages are left of {count(report.documents, 'document')}" if report.documents else "")
     )

@@ -65,6 +65,8 @@ class GcReport:
     temporary_bytes: int = 0
     """Bytes of unfinished files of dead writers, and of sidecars without a segment."""
     evicted: int = 0
+    freed_bytes: int = 0
+    """Bytes of all that was deleted, except conversations and documents."""
     not_evicted: str = ""
     """Why no segments were evicted, although the store is above its quota."""
     conversations: int = 0
@@ -210,16 +212,16 @@ def gc(store: SegmentStore, *, dry_run: bool = False) -> GcReport:
         damaged += unlisted_damaged(store)
         report.expired, report.damaged = len(expired), len(damaged)
         report.deleted |= _files(store, expired, "expired") | _files(store, damaged, "damaged")
-        if dry_run:
-            sidecars = store.sidecars.by_segment()
-            freed = report.temporary_bytes + sum(sidecars.get(name, 0) for name in (*expired, *damaged))
-            freed += sum(rows[name].nbytes if name in rows else store.nbytes_of(name) for name in (*expired, *damaged))
-        else:
+        sidecars = store.sidecars.by_segment()
+        report.freed_bytes = report.temporary_bytes + sum(sidecars.get(name, 0) for name in (*expired, *damaged))
+        report.freed_bytes += sum(
+            rows[name].nbytes if name in rows else store.nbytes_of(name) for name in (*expired, *damaged)
+        )
+        if not dry_run:
             report.expired = store.remove(expired, "expired_segments")
             report.damaged = store.remove(damaged)
-            freed = 0
         quota = store.limits.quota
-        used = 0 if quota is None else store.used_bytes() - freed
+        used = 0 if quota is None else store.used_bytes() - (report.freed_bytes if dry_run else 0)
         if quota is not None and (over := store.limits.overflow(used)) > 0:
             spared = {*expired, *damaged}
             while True:
@@ -229,7 +231,9 @@ def gc(store: SegmentStore, *, dry_run: bool = False) -> GcReport:
                     break
             least = used - sum(nbytes for _, nbytes in candidates)
             victims = [name for name, _ in candidates] if least <= quota else []
-            if least > quota:
+            if least <= quota:
+                report.freed_bytes += used - least
+            else:
                 report.not_evicted = (
                     f"without its unpinned segments, {store.place} would still use {least} bytes, more than the quota "
                     f"of {quota}, so none is evicted; raise the quota, or unpin segments"

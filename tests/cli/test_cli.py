@@ -30,6 +30,7 @@ from hf_tiered_cache.store.conversations import ConversationRecord, Conversation
 from hf_tiered_cache.store.documents import DocumentRecord, Documents, passage_name
 from hf_tiered_cache.store.kinds import record_name
 from hf_tiered_cache.store.root import StoreRoot
+from hf_tiered_cache.units import format_bytes
 
 COMMAND = [sys.executable, "-m", "hf_tiered_cache.cli"]
 QWEN = {"name": "Qwen/Qwen2.5-0.5B-Instruct", "class": "Qwen2ForCausalLM", "dtype": "bfloat16"}
@@ -365,10 +366,11 @@ def test_gc(run, store):
     out = run("gc", root, "--quota", "1KiB")[1]  # not even the catalogue has room
     assert "evicted 0 segments" in out and "raise the quota" in out
     opened = open_store(root)
-    quota = opened.used_bytes() - opened.nbytes_of(headers["c"].id) // 2
+    nbytes = opened.nbytes_of(headers["c"].id)
+    quota = opened.used_bytes() - nbytes // 2
     opened.close()
-    assert "evict 1 segment" in run("gc", root, "--quota", f"{quota}", "--dry-run")[1]
-    assert "evicted 1 segment" in run("gc", root, "--quota", f"{quota}")[1]
+    assert f"evict 1 segment; {format_bytes(nbytes)} in all" in run("gc", root, "--quota", f"{quota}", "--dry-run")[1]
+    assert f"evicted 1 segment; {format_bytes(nbytes)} in all" in run("gc", root, "--quota", f"{quota}")[1]
     assert {row["id"] for row in json.loads(run("ls", root, "--json")[1])} == {headers["a"].id}  # pinned
 
 

@@ -750,9 +750,11 @@ def test_gc_deletes_what_no_request_can_use_and_nothing_else(tmp_path):
     promised = maintain.gc(store, dry_run=True)
     assert len(store.backend.names()) == 4
     assert orphan.exists()
+    before = du(tmp_path / "segments") + du(tmp_path / "tmp")
     report = maintain.gc(store)
     assert report == promised
     assert (report.expired, report.damaged) == (1, 1)
+    assert report.freed_bytes == before - du(tmp_path / "segments") - du(tmp_path / "tmp")
     assert report.temporary_bytes > 0
     left = set(store.backend.names())
     assert left == {good.id, newer.id}  # a newer version's file is not ours to delete
@@ -766,10 +768,11 @@ def test_gc_brings_an_overfull_store_under_its_quota(tmp_path):
     store.close()
     limit = du(tmp_path) // 2
     store = open_store(tmp_path, quota=limit)
-    promised = maintain.gc(store, dry_run=True)
+    promised, before = maintain.gc(store, dry_run=True), du(tmp_path / "segments")
     assert len(store.index.catalogue.ids()) == 40
     assert maintain.gc(store) == promised
     assert promised.evicted > 0
+    assert promised.freed_bytes == before - du(tmp_path / "segments")
     assert du(tmp_path) <= limit
 
 
