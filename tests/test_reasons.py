@@ -186,6 +186,16 @@ def test_what_follows_a_selection_is_computed(store):
     assert cache.stats.reason == reasons.APPROXIMATE
 
 
+def test_chunked_prefill_within_a_budget_restores_the_first_chunk_and_says_so(store, caplog):
+    model, method = build("llama"), ContiguousKV(0.25)
+    store.precompute(model, prompt(160), method=method, progress=False)
+    for options, expected in ({"prefill_chunk_size": 80}, reasons.IN_CHUNKS), ({"prompt_lookup_num_tokens": 2}, ""):
+        cache = TieredCache(model, store, method=method)
+        model.generate(prompt(161), past_key_values=cache, **options, **GREEDY)
+        assert cache.stats.reason == expected
+    assert "prefill_chunk_size" in caplog.text  # it costs what the store was to save
+
+
 def test_one_line_a_request(store, caplog):
     caplog.set_level(logging.INFO, "hf_tiered_cache")
     model = build("llama")

@@ -68,6 +68,8 @@ class CacheState:
         """Conversation that the cache continues, if it has an id."""
         self.unreported = True
         """True if a prompt begins with the next pass, or its first pass is not reported yet."""
+        self.new_prompt = 0
+        """Number of positions of the prompt that `generate()` began with an empty cache; 0 if none is known."""
         self.observer: AttentionDistances | None = None
         """Observer of the queries of supported passes, if the method has one."""
         if isinstance(method, ForConversation):

@@ -109,7 +109,7 @@ class Executor(CacheState):
                 reason = reasons.LAYER_ORDER
         if replans < REPLANS:
             reason = reasons.DAMAGED
-        elif plan is None and (self.unreported or reason == reasons.LAYER_ORDER):
+        elif plan is None and (self.unreported or reason in (reasons.LAYER_ORDER, reasons.IN_CHUNKS)):
             reason = reason or self._no_plan_reason(request, sequence)
         else:
             reason = ""
@@ -128,6 +128,8 @@ class Executor(CacheState):
         if self.unreported:
             tokens_kept = sequence.history.tokens_in(request.base) if request.base else 0
             self._report_prompt(self.bypass or reason, tokens_kept)
+        else:
+            self.explain_once(reason)
         return output
 
     def _run_pieces(
@@ -342,7 +344,8 @@ class Executor(CacheState):
     def _lookup_refusal(self, request: Request, sequence: SequenceState) -> str:
         """Return the reason why a pass does not look up stored KV, or an empty string."""
         if sequence.approximate and not isinstance(sequence.method, Passages):  # passages are restored after any KV
-            return reasons.APPROXIMATE
+            is_chunk = not self.unreported and request.base + request.num_positions <= self.new_prompt
+            return reasons.IN_CHUNKS if is_chunk else reasons.APPROXIMATE
         if not self.options.restore:
             return reasons.SWITCHED_OFF
         if asks_for_all(request.kwargs, self.attachment.model.config):

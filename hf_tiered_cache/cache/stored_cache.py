@@ -183,14 +183,14 @@ class StoredCache(Cache, ServedCache):
             executor.conversation.begin_pass(is_prompt=True, is_empty=True, ids=input_ids)
         mask = mask.repeat_interleave(copies, dim=0) if isinstance(mask, torch.Tensor) else None
         dropped = executor.num_dropped(self, input_ids.repeat_interleave(copies, dim=0), mask)
-        if not dropped:
-            return
-        try:
-            if dropped >= self.get_seq_length():
-                raise RuntimeError
-            self.crop(-dropped)
-        except RuntimeError:  # a window or a selection cannot be cropped: try the store
-            self._start_over(executor.collector)
+        if dropped:
+            try:
+                if dropped >= self.get_seq_length():
+                    raise RuntimeError
+                self.crop(-dropped)
+            except RuntimeError:  # a window or a selection cannot be cropped: try the store
+                self._start_over(executor.collector)
+        executor.new_prompt = 0 if self.get_seq_length() else input_ids.shape[1]
 
     # --- called by layers and generate()
 
