@@ -2,13 +2,14 @@
 
     python bench/auto.py                                 # two layers of Qwen2.5-0.5B's shape, this machine's CPU
     python bench/auto.py --layers 4 --rates 5,20
+    PYTHONPATH=. python bench/auto.py --model smollm2-135m --prefixes 512,4096
     python bench/auto.py --shape tiny --prefixes 64,128 --rates 5 --repeats 1
 
 The candidates are recomputing without a store, restoring everything, and restoring while a fixed share is computed. All
 answer the same prompts in turns, in alternating order. For each request a store is opened, so that the KV is on disk
 and not in memory; opening it is not timed. A rate is the bandwidth of an emulated disk, in MB/s; 0 is the real disk,
 without the page cache. On each disk, `"auto"` begins with an empty store: its first cache calibrates, and then the
-prompts are stored. Weights are random.
+prompts are stored. Tokens are random, and so are weights without `--model`.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from lib.common import (
     forget_page_cache,
     interleaved,
     listed,
+    load,
     median,
     parser_of,
     ratio,
@@ -72,7 +74,10 @@ class Bench:
     def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
         self.arguments, self.folder = arguments, folder
         device, dtype = torch.device(arguments.device), getattr(torch, arguments.dtype)
-        self.model = build(arguments.shape, dtype, device, layers=arguments.layers)
+        if arguments.model is None:
+            self.model = build(arguments.shape, dtype, device, layers=arguments.layers)
+        else:
+            self.model = load(arguments.model, dtype, device)
         config, random = self.model.config, torch.Generator().manual_seed(7)  # other tokens than calibration takes
         self.prompts = {
             length: torch.randint(3, config.vocab_size, (1, length + arguments.suffix), generator=random).to(device)
@@ -180,9 +185,9 @@ def report(document: dict[str, Any]) -> str:
         f'# `method="auto"` against what it chooses from, {document["layers"]} layers of {document["shape"]} in '
         f"{document['dtype']} on {machine_info['device']}\n",
         f"{machine_text(machine_info)} {document['token_bytes']} bytes of KV per token, suffixes of "
-        f"{document['suffix']} tokens, random weights. Seconds to the first token, medians of {document['repeats']} "
-        f"turns, {3 * document['repeats']} up to {SHORT:,} tokens and {document['long_repeats']} for more than "
-        f"{LONG:,}; ratios within a turn.\n",
+        f"{document['suffix']} tokens, {document['weights']} weights. Seconds to the first token, medians of "
+        f"{document['repeats']} turns, {3 * document['repeats']} up to {SHORT:,} tokens and "
+        f"{document['long_repeats']} for more than {LONG:,}; ratios within a turn.\n",
     ]
     headings = ["prefix", *candidates, AUTO, "it computed", "auto ÷ best", f"≤ {NEAR}", "auto ÷ recompute", f"≤ {NEAR}"]
     cells = [cell for disk in document["disks"].values() for cell in disk["prefixes"].values()]
@@ -246,6 +251,7 @@ def main() -> None:
     """Run the benchmark."""
     parser = parser_of(__doc__)
     add_model_arguments(parser, layers=2)
+    parser.add_argument("--model", help="pretrained model instead of a shape: name of eval.models, folder or hub id")
     parser.add_argument(
         "--prefixes",
         type=listed(int),
@@ -260,9 +266,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         bench = Bench(arguments, Path(folder))
         document: dict[str, Any] = {"machine": machine(bench.model.device, Path(folder))}
-        document |= {key: getattr(arguments, key) for key in ("shape", "dtype", "suffix", "repeats", "long_repeats")}
+        document |= {key: getattr(arguments, key) for key in ("dtype", "suffix", "repeats", "long_repeats")}
+        document |= {
+            "shape": Path(arguments.model or arguments.shape).name,
+            "weights": "random" if arguments.model is None else "pretrained",
+        }
         document |= {"layers": bench.model.config.num_hidden_layers, "token_bytes": bench.token_bytes, "disks": {}}
-        name = f"auto-{arguments.shape}-{document['layers']}l-{arguments.dtype}-{bench.model.device.type}"
+        name = f"auto-{document['shape']}-{document['layers']}l-{arguments.dtype}-{bench.model.device.type}"
         bench.fill_candidates()
         for rate in arguments.rates:  # saved after each disk, so that an interrupted run keeps its results
             document["disks"][name_of(rate)] = bench.measure(rate)

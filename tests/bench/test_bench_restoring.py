@@ -9,6 +9,7 @@ import re
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 TESTS = Path(__file__).parents[1]
@@ -216,12 +217,13 @@ def _narrow():
     return {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 16, "tie_word_embeddings": True, **heads}
 
 
-def test_auto(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("option", "model", "layers"), [("--shape", "tiny", 4), ("--model", XS, 8)], ids=str)
+def test_auto(tmp_path, monkeypatch, option, model, layers):
     import auto
 
     sizes = [
-        "--shape",
-        "tiny",
+        option,
+        model,
         "--layers",
         4,
         "--prefixes",
@@ -240,7 +242,8 @@ def test_auto(tmp_path, monkeypatch):
     monkeypatch.setattr("hf_tiered_cache.operations.calibrate._CONTEXT", 512)
     monkeypatch.setattr(auto, "LONG", 100)  # the longer prefix counts as long
     run(monkeypatch, auto, *sizes, "--long-repeats", 1, "--out", tmp_path)
-    document, page = read(tmp_path, "auto-tiny-4l-float32-cpu")
+    name = f"auto-{Path(model).name}-{layers}l-float32-cpu"
+    document, page = read(tmp_path, name)
     assert document["disks"].keys() == {"50 MB/s", "real disk"}
     for disk in document["disks"].values():
         assert disk["calibration_s"] > 0
@@ -250,7 +253,7 @@ def test_auto(tmp_path, monkeypatch):
             assert all(len(times) == turns and min(times) > 0 for times in cell["ttft_s"].values())
             assert all(0 <= share <= 1 for share in cell["chosen"])
             assert cell["best"] != auto.AUTO and cell["predicted_recompute_s"] > 0
-    assert (tmp_path / "auto-tiny-4l-float32-cpu.png").exists()
+    assert (tmp_path / f"{name}.png").exists()
     assert "## real disk" in page and "of 4 cells" in page
 
 
