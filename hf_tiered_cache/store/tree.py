@@ -119,6 +119,9 @@ class LockFile(FileIO):
                 fcntl.flock(self.fileno(), fcntl.LOCK_UN)  # closing is not enough while a child still has a copy
         super().close()
 
+    def __del__(self) -> None:
+        self.close()  # without the warning of other files: a cache that is dropped ends its conversation
+
 
 _lock_files: weakref.WeakSet[LockFile] = weakref.WeakSet()
 

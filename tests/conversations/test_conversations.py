@@ -10,6 +10,7 @@ import shutil
 import sys
 import threading
 import time
+import warnings
 import weakref
 from dataclasses import dataclass, replace
 
@@ -476,6 +477,14 @@ def test_the_lock_is_free_when_its_cache_is(model, root, how):
         turn(model, cache, prompt(FIRST))
         assert cache.stats.tokens_restored == (FIRST + 12 - 1) // 16 * 16  # stored, whichever way it ended
         del cache
+
+
+def test_a_cache_may_be_dropped_without_a_warning(model, store, recwarn):
+    warnings.simplefilter("always")
+    cache = TieredCache(model, store, conversation="alice-42")
+    del cache
+    gc.collect()
+    assert not [warning for warning in recwarn if issubclass(warning.category, ResourceWarning)]
 
 
 def test_a_forked_child_leaves_the_lock_to_its_parent(model, store, root):
