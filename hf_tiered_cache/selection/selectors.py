@@ -30,12 +30,13 @@ class ChunkMap:
     """Chunks that hold a row's restored tokens: one set for all KV heads, or one per KV head.
 
     Args:
-        chunk: Chunk number of each token, int64 `[sets, tokens]`.
-        place: Index of each token among the row's tokens in its chunk, in the order of slots, int64 `[sets, tokens]`.
+        members: Tokens of each chunk in the order of their slots, int64 `[sets, chunks, chunk_tokens]`; -1 for a slot
+            without a restored token. A chunk may have none.
+        tokens: Number of restored tokens of the row.
     """
 
-    chunk: np.ndarray
-    place: np.ndarray
+    members: np.ndarray
+    tokens: int
 
     @classmethod
     def by_slot(cls, slots: np.ndarray, chunk_tokens: int) -> ChunkMap:
@@ -43,35 +44,36 @@ class ChunkMap:
 
         Tokens have slots, int64 `[sets, tokens]`, distinct within a set.
         """
-        sets = len(slots)
-        is_held = np.zeros((sets, int(slots.max()) // chunk_tokens + 1, chunk_tokens), bool)
-        is_held.reshape(sets, -1)[np.arange(sets)[:, None], slots] = True
-        number = is_held.any(axis=2).cumsum(axis=1) - 1  # [sets, chunks]: chunks without tokens do not count
-        place = is_held.cumsum(axis=2).reshape(sets, -1) - 1  # [sets, slots]
-        return cls(np.take_along_axis(number, slots // chunk_tokens, 1), np.take_along_axis(place, slots, 1))
+        sets, tokens = slots.shape
+        chunks = int(slots.max()) // chunk_tokens + 1
+        members = np.full((sets, chunks * chunk_tokens), -1)
+        members[np.arange(sets)[:, None], slots] = np.arange(tokens)
+        return cls(members.reshape(sets, chunks, chunk_tokens), tokens)
 
-    @property
-    def tokens(self) -> int:
-        """Number of restored tokens of the row."""
-        return self.chunk.shape[1]
+    @cached_property
+    def chunk(self) -> np.ndarray:
+        """Number of the chunk that holds each token, int64 `[sets, tokens]`."""
+        numbers = np.empty((len(self.members), self.tokens), np.int64)
+        row, chunk, place = np.nonzero(self.members >= 0)
+        numbers[row, self.members[row, chunk, place]] = chunk
+        return numbers
 
     @cached_property
     def counts(self) -> np.ndarray:
-        """Number of tokens per chunk, int64 `[sets, chunks]`; 0 for trailing chunks of sets with fewer chunks."""
-        return self.sums(np.ones(self.chunk.shape)).astype(np.int64)
+        """Number of tokens per chunk, int64 `[sets, chunks]`."""
+        return np.count_nonzero(self.members >= 0, axis=2)
 
     def sums(self, mass: np.ndarray) -> np.ndarray:
         """Return the mass of each chunk, float64 `[rows, chunks]`, given that of each token, float `[rows, tokens]`.
 
         There is one row per set, or several rows if there is a single set.
         """
-        rows, chunks = len(mass), self._chunks
-        bins = self.chunk + chunks * np.arange(rows)[:, None]  # [rows, tokens]
-        return np.bincount(bins.ravel(), mass.ravel(), rows * chunks).reshape(rows, chunks)
-
-    @cached_property
-    def _chunks(self) -> int:
-        return int(self.chunk.max()) + 1
+        padded = np.concatenate([mass, np.zeros((len(mass), 1), mass.dtype)], axis=1)
+        # a row of `padded` begins after a zero, or at 0 with a zero at the end: -1 is the mass of no token
+        begin = np.arange(len(mass))[:, None, None] * (self.tokens + 1)
+        by_slot = padded.ravel().take(self.members + begin)  # [rows, chunks, chunk_tokens]
+        sums: np.ndarray = by_slot.astype(np.float64) @ np.ones(by_slot.shape[2])
+        return sums
 
 
 def budgeted_tokens(budget: float, tokens: int, chunk_tokens: int) -> int:
@@ -100,13 +102,15 @@ def top_chunks(mass: np.ndarray, chunks: ChunkMap, count: int) -> np.ndarray:
     sums = chunks.sums(mass)
     counts = np.broadcast_to(chunks.counts, sums.shape)
     means = np.where(counts > 0, sums / np.maximum(counts, 1), -1)
-    order = np.argsort(-means, axis=1, kind="stable")  # [rows, chunks], best first
-    sizes = np.take_along_axis(counts, order, 1)
-    offsets = sizes.cumsum(axis=1) - sizes
-    taken_counts = np.empty_like(sizes)  # number of tokens taken from each chunk
-    np.put_along_axis(taken_counts, order, np.clip(count - offsets, 0, sizes), 1)
-    chunk, place = (np.broadcast_to(indices, mass.shape) for indices in (chunks.chunk, chunks.place))
-    return np.nonzero(place < np.take_along_axis(taken_counts, chunk, 1))[1].reshape(len(mass), count)
+    best = np.argsort(-means, axis=1, kind="stable")  # [rows, chunks]
+    sizes = np.take_along_axis(counts, best, 1)
+    taken_counts = np.clip(count - (sizes.cumsum(axis=1) - sizes), 0, sizes)  # number of tokens taken from each chunk
+    num_best = int(np.count_nonzero(taken_counts, axis=1).max())
+    sets = np.arange(len(mass))[:, None] % len(chunks.members)
+    members = chunks.members[sets, best[:, :num_best]]  # [rows, num_best, chunk_tokens]
+    is_token = members >= 0
+    is_taken = is_token & (is_token.cumsum(axis=2) <= taken_counts[:, :num_best, None])
+    return np.sort(members[is_taken].reshape(len(mass), count), axis=1)
 
 
 @dataclass(frozen=True)
