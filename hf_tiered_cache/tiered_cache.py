@@ -68,7 +68,7 @@ class TieredCache(StoredCache):
         tag: Name for the model's computation if the model has custom code without a name of its own (a steering hook, a
             replaced forward, a custom attention function). KV is shared only between caches with the same tag.
         fold_heads: Whether each decoded token computes attention with the query heads of a KV head as rows of one
-            matrix. After long prompts this is several times faster on a CPU, for models with grouped-query attention,
+            matrix. After long prompts this is faster on a CPU, for models with grouped-query attention,
             but logits equal those of `DynamicCache` only up to rounding. Caches with approximate KV always do this.
             Needs the attention implementation "sdpa".
         trace: File for a trace of the passes: computation, selection, waiting and reading, layer by layer. Open it in

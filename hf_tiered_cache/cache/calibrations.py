@@ -19,8 +19,7 @@ from ..stats import TIERS
 from .storage import Storage
 
 TRANSFER = 4
-"""Factor by which a loss may be larger on text of another kind: up to 3.6 times a target was measured
-(bench/quality.py)."""
+"""Factor by which a loss is taken to be larger on text of another kind (see `bench/quality.py`)."""
 _MUCH = 0.1
 """Mean loss in nats above which a budget causes a warning."""
 _REQUIRED = {"tokens", "ratio", "cold"}

@@ -1,6 +1,6 @@
 """Observed times of passes: how long a prompt takes to compute, and corrections of calibrated costs.
 
-A calibration measures an idle machine once. Computing took 1.7 times as long in a run of conversations.
+A calibration measures an idle machine once. On a busy one, computing takes longer.
 """
 
 from __future__ import annotations

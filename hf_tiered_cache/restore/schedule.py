@@ -17,17 +17,17 @@ from ..store.geometry import HASH_TOKENS
 RATIOS = np.linspace(0, 1, 65)
 """Recompute ratios to compare, from 0 (load everything) to 1 (compute everything)."""
 STEEPNESS: tuple[float, ...] = (1, 3)
-"""Degrees of steepness to compare. With 6 to 48 layers in the simulation of `test_bubbles_are_few`, the best of both
-takes at most 2.0 % longer than without idle time (0.8 % on average), 1 alone 4.3 % (2.3 %). 1 stays, because attention
-makes many tokens in few layers costly in long prompts."""
+"""Degrees of steepness to compare. With 8 to 48 layers in the simulation of `test_bubbles_are_few`, the best of both
+takes at most 2 % longer than without idle time. 1 stays, because attention makes many tokens in few layers costly in
+long prompts."""
 
 _WORTH = 0.85
 """Maximum expected time with overlap, as a share of the faster of loading and computing alone, for which it is used.
 
 A pass that recomputes a prefix takes time that no cost contains. With 0.95, returns of SmolLM2's conversations from a
-disk of 20 MB/s recomputed 9 % of the history. They were expected to take 0.88 times as long as a full load, and took
-1.13 times as long (`bench/conversation.py --host-share 0.1`, commit a05f1153). Schedules that saved time saved 26 %
-or more (`bench/auto.py`).
+disk of 20 MB/s recomputed 6 % of the history, and took 1.09 times as long as a full load in int8
+(`bench/conversation.py --host-share 0.1`, results of commit 1f1ba1ae). Schedules that saved time saved 26 % or more
+(`bench/auto.py`).
 """
 
 

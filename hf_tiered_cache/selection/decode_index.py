@@ -148,7 +148,7 @@ def logits(query: torch.Tensor, keys: Sequence[torch.Tensor], scaling: float, ro
     """Return logits, float32 `[kv_heads, group, n, k of all]`, contiguous, of queries, `[heads, n, dim]`.
 
     The keys, `[kv_heads, k, dim]` each, are concatenated. With `roughly`, logits are rounded to their dtype on the CPU,
-    too, which takes a quarter of the time.
+    too, which takes less time.
     """
     rows = (query * scaling).reshape(len(keys[0]), -1, query.shape[2])  # [kv_heads, group * n, dim]
     products = []
@@ -234,7 +234,7 @@ def _largest_on_device(bits: torch.Tensor, names: torch.Tensor, count: int) -> t
 
 
 def _largest_on_cpu(bits: torch.Tensor, names: torch.Tensor, count: int) -> torch.Tensor:
-    """Compute `_largest_on_device` with NumPy's vectorized partition and sort, in a third of the time or less."""
+    """Compute `_largest_on_device` with NumPy's vectorized partition and sort, in less time."""
     score_bits, columns = bits.numpy(), bits.shape[1]
     ascending, of_columns = score_bits ^ (score_bits >> 31 & _MAGNITUDE), names.numpy()
     if 0 < count < columns:

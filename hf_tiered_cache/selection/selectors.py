@@ -163,7 +163,7 @@ def check_mass(selector: object, choice: Selection, request: SelectionInput, met
     shape, tokens = np.shape(choice.mass), request.chunks.tokens
     if len(shape) != 2 or shape[1] != tokens:
         raise ConfigError(f"{name} returned mass of shape {list(shape)}; [rows, {tokens}] is expected")
-    if not np.isfinite(choice.mass).all():  # 7 µs for 32,768 tokens
+    if not np.isfinite(choice.mass).all():
         numbers = "NaN" if np.isnan(choice.mass).any() else "infinity"
         raise ConfigError(
             f"{name} of the method {method} returned mass with {numbers}, so it cannot select by it; check whether "

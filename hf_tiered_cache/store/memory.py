@@ -23,8 +23,7 @@ def aligned_bytes(nbytes: int, *, pin: bool = False, device: torch.device | str 
     """Allocate uninitialised memory, uint8 `[nbytes]`, that starts on a 4 KiB boundary.
 
     Large host memory starts on a huge page boundary, and uses huge pages for its whole multiples of 2 MiB, no more than
-    `nbytes`. A direct read pins every page that it writes to: with 4 KiB pages, pinning took half of the time of a read
-    at 5 GB/s.
+    `nbytes`. A direct read pins every page that it writes to, and few large ones take less time.
 
     Args:
         nbytes: Size in bytes.

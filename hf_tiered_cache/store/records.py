@@ -205,7 +205,7 @@ class Records(Generic[R]):
             try:
                 content = self.files.read(self.kind, name)
                 is_named = not wanted.isdisjoint(_ID.findall(content))
-                if not is_named and _has_checksum(content):  # decoding takes ten times as long
+                if not is_named and _has_checksum(content):  # decoding takes longer
                     continue
                 record = self._undamaged(name, content)
             except FileNotFoundError:

@@ -71,8 +71,7 @@ class KvikioEngine(Engine):
     """Engine that reads through kvikio into device memory (GPUDirect Storage) or pinned host memory (compat mode).
 
     Args:
-        threads: Number of threads of this engine, each with one task in flight, and of kvikio. kvikio's default is 1,
-            which reaches a third of a disk's bandwidth.
+        threads: Number of threads of this engine, each with one task in flight, and of kvikio, whose default is 1.
         compat: Whether compat mode is acceptable. It is no faster than the posix engine.
     """
 
