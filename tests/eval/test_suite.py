@@ -36,7 +36,7 @@ def test_a_run_is_a_valid_call_of_eval_run(name):
 
 
 def test_an_unknown_name_says_which_there_are():
-    with pytest.raises(EvalError, match=r"'nothing'; there are: reference, real, reference-xs"):
+    with pytest.raises(EvalError, match=r"'nothing'; there are: reference, real, choosing, reference-xs"):
         suite.runs_of("nothing", SUITES)
     result = CliRunner().invoke(suite.app, ["nothing"])
     assert result.exit_code and "no group or run" in str(result.exception or result.output)
