@@ -35,8 +35,8 @@ NO_LOGITS_TO_KEEP = (
 ALL_STATES = "hidden states or attentions of all tokens are requested, so all tokens are computed"
 APPROXIMATE = "the cache holds a selection of its prompt, so later tokens are computed, and neither restored nor stored"
 IN_CHUNKS = (
-    "generate(prefill_chunk_size=...) passes the prompt in chunks, and a method within a budget restores the first one "
-    "only, so the others are computed; leave prefill_chunk_size out"
+    "generate(prefill_chunk_size=...) passes the prompt in chunks, so the method cannot keep its budget, and chunks "
+    "are restored completely or computed; leave prefill_chunk_size out"
 )
 TRAINING = "the model is in training mode, so nothing is restored or stored; call model.eval()"
 ROW_ADAPTERS = "the rows of the batch use different adapters, so nothing is restored or stored"

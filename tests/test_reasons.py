@@ -11,7 +11,7 @@ from families import build, prompt
 from peft import LoraConfig, get_peft_model
 
 from hf_tiered_cache import ConfigError, KVStore, TieredCache, detach, reasons
-from hf_tiered_cache.methods import CacheTune, ContiguousKV, Epic
+from hf_tiered_cache.methods import CacheTune, ContiguousKV, Epic, KVDrive
 
 GREEDY = {"do_sample": False, "max_new_tokens": 4}
 
@@ -186,14 +186,26 @@ def test_what_follows_a_selection_is_computed(store):
     assert cache.stats.reason == reasons.APPROXIMATE
 
 
-def test_chunked_prefill_within_a_budget_restores_the_first_chunk_and_says_so(store, caplog):
-    model, method = build("llama"), ContiguousKV(0.25)
-    store.precompute(model, prompt(160), method=method, progress=False)
-    for options, expected in ({"prefill_chunk_size": 80}, reasons.IN_CHUNKS), ({"prompt_lookup_num_tokens": 2}, ""):
+@pytest.mark.parametrize("method", [ContiguousKV(0.25), KVDrive(0.25, local=16)], ids=["contiguous_kv", "kv_drive"])
+def test_chunked_prefill_restores_all_instead_of_a_budget_and_says_so(store, caplog, method):
+    model, ids = build("llama"), prompt(200)
+    store.precompute(model, ids[:, :160], method=method, progress=False)
+    cache = TieredCache(model, store, method=method)
+    ours = model.generate(ids, past_key_values=cache, prefill_chunk_size=80, **GREEDY)
+    assert cache.stats.reason == reasons.IN_CHUNKS and "prefill_chunk_size" in caplog.text
+    assert cache.stats.tokens_restored == 158  # the last tokens of two chunks have logits
+    assert torch.equal(ours, model.generate(ids, **GREEDY))
+    for options in ({}, {"prompt_lookup_num_tokens": 2}):
         cache = TieredCache(model, store, method=method)
-        model.generate(prompt(161), past_key_values=cache, **options, **GREEDY)
-        assert cache.stats.reason == expected
-    assert "prefill_chunk_size" in caplog.text  # it costs what the store was to save
+        model.generate(ids, past_key_values=cache, **options, **GREEDY)
+        assert cache.stats.reason == "" and cache.stats.tokens_attended < 160
+
+
+def test_pieces_of_a_long_prompt_are_those_of_the_method_in_chunked_prefill_too(store):
+    model, ids, method = build("llama"), prompt(400), KVDrive(0.25, prefill_tokens=64, local=16)
+    cache = TieredCache(model, store, method=method)
+    model.generate(ids, past_key_values=cache, prefill_chunk_size=200, **GREEDY)
+    assert cache.stats.reasons == {reasons.IN_CHUNKS: 1}
 
 
 def test_one_line_a_request(store, caplog):

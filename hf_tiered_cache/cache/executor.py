@@ -94,10 +94,12 @@ class Executor(CacheState):
     ) -> Any:
         """Run a pass of a prompt: plan it, and plan it again if a restore fails."""
         reason, replans, before = self._lookup_refusal(request, sequence), REPLANS, Work.of(self.collector.stats)
-        if not reason and sequence.can_be_cut(request):
+        in_pieces = not reason and sequence.can_be_cut(request)
+        if in_pieces:
             self._run_pieces(cache, request, sequence, forward)
+        is_chunk = self._is_chunk(request) and not in_pieces
         while True:
-            plan = None if reason or not replans else sequence.plan(request, self.collector)
+            plan = None if reason or not replans else sequence.plan(request, self.collector, whole=is_chunk)
             if plan is not None:
                 plan, reason = choose_strategy(plan, sequence)
             try:
@@ -130,7 +132,13 @@ class Executor(CacheState):
             self._report_prompt(self.bypass or reason, tokens_kept)
         else:
             self.explain_once(reason)
+        if is_chunk and plan is not None and isinstance(self.method, BudgetMethod):
+            self.explain_once(reasons.IN_CHUNKS)
         return output
+
+    def _is_chunk(self, request: Request) -> bool:
+        """Return whether the rest of the prompt follows in later passes, since `generate()` prefills in chunks."""
+        return request.base + request.num_positions < self.new_prompt
 
     def _run_pieces(
         self, cache: LayeredCache, request: Request, sequence: SequenceState, forward: Callable[..., Any]
@@ -344,8 +352,8 @@ class Executor(CacheState):
     def _lookup_refusal(self, request: Request, sequence: SequenceState) -> str:
         """Return the reason why a pass does not look up stored KV, or an empty string."""
         if sequence.approximate and not isinstance(sequence.method, Passages):  # passages are restored after any KV
-            is_chunk = not self.unreported and request.base + request.num_positions <= self.new_prompt
-            return reasons.IN_CHUNKS if is_chunk else reasons.APPROXIMATE
+            is_later_chunk = not self.unreported and request.base + request.num_positions <= self.new_prompt
+            return reasons.IN_CHUNKS if is_later_chunk else reasons.APPROXIMATE
         if not self.options.restore:
             return reasons.SWITCHED_OFF
         if asks_for_all(request.kwargs, self.attachment.model.config):

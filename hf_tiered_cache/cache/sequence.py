@@ -87,15 +87,15 @@ class SequenceState:
 
     # --- before a pass
 
-    def plan(self, request: Request, collector: StatsCollector) -> Plan | None:
-        """Return the plan of a pass, or None if it restores nothing."""
+    def plan(self, request: Request, collector: StatsCollector, whole: bool = False) -> Plan | None:
+        """Return the plan of a pass, or None if it restores nothing. `whole` restores the match without a budget."""
         method = self.method
         with collector.timing("match_seconds"):
             groups, restorable = self._look_up(request.host_ids)
             plan = self._plan_restore(request, groups, restorable) if any(group.pieces for group in groups) else None
         if plan is None:
             return None
-        if self.selects and isinstance(method, BudgetMethod):
+        if self.selects and isinstance(method, BudgetMethod) and not whole:
             plan = self._within_budget(plan, method)
             if isinstance(plan, BudgetPlan):
                 if method.reorder:
