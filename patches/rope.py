@@ -101,6 +101,14 @@ class RotaryTable:
         cos, sin = self.call.repeat(position_ids=position_ids)
         return cos[:, :-1], sin[:, :-1]
 
+    def is_of(self, numbers: torch.Tensor) -> bool:
+        """Return whether the table is of tokens with these numbers, int64 `[rows, n]`; negative ones are any number."""
+        positions: torch.Tensor = self.call["position_ids"]
+        if positions.shape[-1] != numbers.shape[-1]:
+            return False
+        numbers = on(positions.device, numbers)
+        return bool(((positions == numbers) | (numbers < 0)).all())
+
 
 class TableCache:
     """Tables on the CPU that the passes of a model share: making one of 128k positions takes as long as ten layers.
@@ -117,6 +125,8 @@ class TableCache:
         self._tables: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] = {}
         self._by_halves: dict[tuple[Any, ...], bool] = {}
         self._repeatable: dict[tuple[Any, ...], bool] = {}
+        self.miscounting: dict[tuple[Any, ...], bool] = {}
+        """Whether tables were seen to be of other positions than the tokens of their pass have, by their keys."""
         self.partial: set[tuple[int, int, int]] = set()
         """Layers that were seen to concatenate the rotated dimensions with the others: index and both widths."""
         self.copied: dict[tuple[int, int], int] = {}
@@ -297,10 +307,19 @@ class RotaryTap:
     table_cache: TableCache = field(default_factory=TableCache)
     tables: list[RotaryTable] = field(default_factory=list)
     last: RotaryCall | None = None
+    numbers: Callable[[], torch.Tensor] | None = None
+    """Function that returns the numbers of the pass's tokens, int64 `[rows, n]`, at which stored keys are rotated. None
+    if they are not compared with the positions of tables, which code within the model may change."""
     rotates: bool = False
     """True if any layer of this pass was observed to rotate."""
+    _compared: list[RotaryTable] = field(default_factory=list)
+    _given: tuple[torch.Tensor | None, tuple[int, ...] | None] = (None, None)
     _picked_tables: tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]] = ((), ())
     _at: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+    def begin(self, position_ids: torch.Tensor | None) -> None:
+        """Note an argument of the pass. It has the `numbers` of the tokens, unless somebody writes to it."""
+        self._given = position_ids, None if position_ids is None else writes_to(position_ids)
 
     def take(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> PreRopeKV:
         """Return the keys and values that `layer` would have passed to `update` without its rotation.
@@ -316,7 +335,7 @@ class RotaryTap:
         call.table = table = self._table_with(layer, cos, sin)
         if table is None or rotated.data_ptr() == unrotated.data_ptr():
             return PreRopeKV(keys, values, position_independent=False)  # unknown tables, or rotated in place
-        if not self.table_cache.is_repeatable(layer, call, table):
+        if not self.table_cache.is_repeatable(layer, call, table) or self._miscounts(table):
             return PreRopeKV(keys, values, position_independent=False)
         dims = unrotated.shape[-1]
         if keys is rotated or _same(keys, rotated):
@@ -415,6 +434,22 @@ class RotaryTap:
         picked_tables = tuple(picked(table, rows, 1) for table in tables)
         self._picked_tables = picked_tables, tables
         return picked_tables
+
+    def _miscounts(self, table: RotaryTable) -> bool:
+        """Return whether tables like this are of other positions than the tokens have, in this pass or an earlier one.
+
+        Most models pass their argument on. Other positions are compared by value: on a GPU, which would be waited for,
+        once for each kind of table.
+        """
+        miscounting, key = self.table_cache.miscounting, table.key
+        if self.numbers is not None and table not in self._compared:
+            self._compared.append(table)
+            positions: torch.Tensor = table.call["position_ids"]
+            given, writes = self._given
+            is_passed_on = positions is given and writes is not None and writes == writes_to(given)
+            if not is_passed_on and (positions.device.type == "cpu" or key not in miscounting):
+                miscounting[key] = miscounting.get(key, False) or not table.is_of(self.numbers())
+        return miscounting.get(key, False)
 
     def _begins_with(self, layer: int, keys: torch.Tensor, rotated: torch.Tensor) -> bool:
         if keys.shape[:-1] != rotated.shape[:-1] or keys.shape[-1] <= rotated.shape[-1]:

@@ -190,6 +190,7 @@ class LayerRotations:
 
     def __init__(self, attachment: Attachment, fingerprint: str, lossless: bool) -> None:
         self.tap = RotaryTap(attachment.tables_of(fingerprint, lossless))
+        self.tap.numbers = lambda: torch.arange(HASH_TOKENS).unsqueeze(0)
         cache = _ObservingCache(attachment, self.tap)
         token = enter(Scope(cache, self.tap))
         try:

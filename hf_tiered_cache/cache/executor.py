@@ -271,6 +271,8 @@ class Executor(CacheState):
                         self.store.disk.warn(warning, warning)
             kind = RefiningForward if isinstance(plan, PassagesPlan) else RestoringForward
             forward_pass = kind(*common, plan=plan, store=self.store, method=self.method)
+        if request.num_positions > 1:
+            forward_pass.tap.numbers = partial(request.numbers, None if plan is None else plan.computed[0])
         may_round = sequence.approximate or sequence.method.records_approximations
         forward_pass.folds = may_round or self.options.fold_heads
         if self.observer is not None and (plan is None or all(computed.ndim == 1 for computed in plan.computed)):

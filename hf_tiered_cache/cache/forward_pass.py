@@ -82,6 +82,7 @@ class ForwardPass(Scope):
         """Run the model's `forward` with these arguments."""
         with self._stack as stack:
             self._begin(stack)
+            self.tap.begin(kwargs.get("position_ids"))
             if self.attachment.compiled:
                 stack.enter_context(self.attachment.running_eagerly())
             stack.callback(leave_to, enter(self))

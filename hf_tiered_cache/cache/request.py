@@ -142,6 +142,15 @@ class Request:
             text=self.text - pad,
         )
 
+    def numbers(self, positions: np.ndarray | None = None) -> torch.Tensor:
+        """Return the numbers of the tokens at some or all of the positions, int64 `[rows, n]`, which omit the padding.
+
+        They are negative in the padding, and from the first image on, where a model counts otherwise.
+        """
+        chosen = torch.arange(self.num_positions) if positions is None else torch.from_numpy(positions)
+        numbers = chosen + self.base - torch.tensor(self.pads).unsqueeze(1)
+        return numbers.masked_fill(chosen >= self.text, -1)
+
     def only(self, positions: np.ndarray, suffix: bool) -> dict[str, Any]:
         """Return the arguments for computing only some of the positions (see `Positions`).
 

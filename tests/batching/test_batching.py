@@ -285,6 +285,19 @@ def test_generate_and_the_engine_serve_each_other(model, store):
         assert session.stats.tokens_restored == 2 * 79
 
 
+def test_positions_that_the_models_code_changes_give_the_same_tokens(store):
+    model = build("llama", initializer_range=0.3)
+    model.model.rotary_emb.register_forward_pre_hook(
+        lambda module, args, kwargs: (args, kwargs | {"position_ids": kwargs["position_ids"] * 3}), with_kwargs=True
+    )
+    prompts = prompt(80, seed=1).tolist()
+    expected = alone(model, prompts)
+    with tiered(model, store, tag="three") as session:
+        for answers in (batched, alone, batched):
+            assert answers(model, prompts) == expected
+        assert session.stats.tokens_restored == 2 * 79
+
+
 def test_a_shared_prefix_is_stored_once(model, store):
     shared = prompt(160, seed=7)[0].tolist()
     prompts = [shared + prompt(32, seed=seed)[0].tolist() for seed in range(6)]

@@ -42,6 +42,29 @@ def hook_in_place(model, monkeypatch):
     model.model.rotary_emb.register_forward_hook(scale)
 
 
+def double_positions(model, monkeypatch):
+    change_positions(model, lambda positions: positions * 2)
+
+
+def double_positions_in_place(model, monkeypatch):
+    change_positions(model, lambda positions: positions.mul_(2))
+
+
+def shift_positions(model, monkeypatch):
+    change_positions(model, lambda positions: positions + 9)
+
+
+def group_late_positions(model, monkeypatch):
+    change_positions(model, lambda positions: torch.where(positions < 50, positions, 50 + (positions - 50) // 2))
+
+
+def change_positions(model, change):
+    def changed(module, args, kwargs):
+        return args, kwargs | {"position_ids": change(kwargs["position_ids"])}
+
+    model.model.rotary_emb.register_forward_pre_hook(changed, with_kwargs=True)
+
+
 def scale_keys(model, monkeypatch):
     change_keys(monkeypatch, lambda keys: keys.mul_(1.2))
 
@@ -65,8 +88,11 @@ def unchanged(model, monkeypatch):
     """Change nothing."""
 
 
+POSITIONS = [double_positions, double_positions_in_place, shift_positions, group_late_positions]
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("change", [unchanged, wrap, hook, hook_in_place, scale_keys, zero_one])
+@pytest.mark.parametrize("change", [unchanged, wrap, hook, hook_in_place, *POSITIONS, scale_keys, zero_one])
 def test_keys_of_a_changed_rotation_are_restored_right(change, mode, tmp_path, monkeypatch):
     model, ids, taken, take = build("llama", torch.float64, initializer_range=0.3), prompt(60), [], RotaryTap.take
     attach(model)
