@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from types import CodeType
 from typing import Any
 
 import torch
@@ -193,6 +194,12 @@ class _Wrapper(Replacement):
         self._original = method
         self.__signature__ = inspect.signature(method)  # `generate()` reads it several times per call
         self.cache_argument = cache_argument(self.__signature__)
+
+    @property
+    def __code__(self) -> CodeType:
+        """Code of the replaced method, which `torch.export` asks for."""
+        code: CodeType = self.original.__code__
+        return code
 
     def serves(self, values: Iterable[Any]) -> bool:
         """Return whether the arguments include one of our caches, and no outer call serves it already."""

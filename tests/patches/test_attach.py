@@ -208,6 +208,14 @@ def test_an_attached_model_can_be_saved_and_loaded(tmp_path):
     assert torch.equal(model(prompt(20)).logits, again(prompt(20)).logits)
 
 
+def test_an_attached_model_can_be_exported():
+    model, ids = build("llama"), prompt(20)
+    attach(model)
+    exported = torch.export.export(model, (ids,), {"use_cache": False}, strict=False).module()
+    assert torch.equal(exported(ids, use_cache=False).logits, model(ids, use_cache=False).logits)
+    detach(model)
+
+
 def test_a_cache_of_another_model_is_refused(tmp_path):
     one, two = build("llama", seed=1), build("llama", seed=2)
     with KVStore(tmp_path) as store:
