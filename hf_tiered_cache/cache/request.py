@@ -244,7 +244,7 @@ def parse_request(
     takes the masks and positions of single-token passes, to be read later; if None, they are read at once.
     """
     ids = kwargs.get("input_ids")
-    if ids is None or ids.ndim != 2:
+    if ids is None or ids.ndim != 2 or not ids.shape[1]:
         return "the prompt has no token ids (inputs_embeds?), so nothing is restored or stored"
     num_positions = text = ids.shape[1]
     placeholders = arguments.placeholders

@@ -393,3 +393,14 @@ def test_kv_that_is_not_finite_is_not_stored(tmp_path, value):
         assert not store.segments()
         assert cache.stats.tokens_stored == 0
         assert reasons.NOT_FINITE in cache.stats.reasons
+
+
+def test_a_pass_without_tokens_has_no_images(tmp_path):
+    model, ids = build("falcon"), prompt(60)
+    with KVStore(tmp_path) as store, torch.no_grad():
+        cache, reference = TieredCache(model, store), DynamicCache(config=model.config)
+        for part in (ids, ids[:, :0], ids):
+            found, right = (model(part, past_key_values=each).logits for each in (cache, reference))
+            assert torch.equal(found, right)
+        assert any("no token ids" in reason for reason in cache.stats.reasons)
+        assert reasons.IMAGES not in cache.stats.reasons
