@@ -109,7 +109,7 @@ class TieredCache(StoredCache):
         passage_starts = None if segments is None else tuple(segments)
         options = CacheOptions(restore, record, passage_starts, strict, progress, label, tag, fold_heads)
         storage = storage_of(self._store)
-        calibrate_once(storage, model, parsed_method, progress=progress)
+        calibrate_once(storage, model, parsed_method, progress=progress, tag=tag)
         super().__init__(attachment, layers, storage, parsed_method, options)
         if conversation is not None:
             self._executor.conversation = Conversation(storage, conversation)

@@ -265,10 +265,10 @@ def fingerprinter_of(attachment: Attachment) -> Fingerprinter:
     return fingerprinter
 
 
-def fingerprint_of(attachment: Attachment) -> str:
-    """Return the current fingerprint of an attached model, between the passes of an engine."""
+def fingerprint_of(attachment: Attachment, tag: str = "") -> str:
+    """Return the current fingerprint of an attached model with a user's tag, between the passes of an engine."""
     with attachment.excluding_engine_passes():
-        return fingerprinter_of(attachment)()
+        return fingerprinter_of(attachment).look(tag).fingerprint
 
 
 def fingerprint(model: PreTrainedModel) -> str:

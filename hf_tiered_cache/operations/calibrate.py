@@ -58,6 +58,7 @@ def calibrate(
     repeats: int = 3,
     cold: bool = True,
     progress: bool = True,
+    tag: str = "",
 ) -> Calibration:
     """Measure the time to first token of a prompt of passages at several recompute ratios, and save the best one.
 
@@ -73,17 +74,19 @@ def calibrate(
         repeats: Number of runs per measurement; the median is used.
         cold: Whether to clear the store's memory before each run, so that passages are read from disk.
         progress: Whether to show a progress bar.
+        tag: The `tag` of the caches that will use the result.
 
     Raises:
         ConfigError: The prompt is longer than the model's maximum position.
     """
-    method, options = CacheTune.paper(), CacheOptions(record=False)  # the same tokens in all layers
+    method, options = CacheTune.paper(), CacheOptions(record=False, tag=tag)  # the same tokens in all layers
     length = passages * tokens + suffix
     inner, ids = _model_and_ids(storage, model, method, length, f"{passages} passages of {tokens} tokens exceed")
     prompt = ids.unsqueeze(0).to(inner.device)
     bar = tqdm(desc="calibrate", unit="ratio", disable=not progress)
     with torch.no_grad(), bar, storage.without_remote(), _temporary(storage) as label:
-        precompute_passages(storage, model, list(ids[: passages * tokens].split(tokens)), method=method, label=label)
+        prompts = list(ids[: passages * tokens].split(tokens))
+        precompute_passages(storage, model, prompts, method=method, label=label, tag=tag)
 
         def request(ratio: float) -> float:
             cache = StoredCache.over(model, storage, replace(method, recompute=ratio), options)
@@ -121,7 +124,7 @@ def calibrate(
     seconds = {ratio: median_seconds(ratio) for ratio in times}
     ratio = min(finals, key=seconds.__getitem__)
     calibration = Calibration(ratio, seconds, costs, costs.balanced, length, cold)
-    keep(storage, fingerprint_of(attach(inner)), inner.device, calibration)
+    keep(storage, fingerprint_of(attach(inner), tag), inner.device, calibration)
     return calibration
 
 
@@ -134,6 +137,7 @@ def calibrate_prefix(
     repeats: int = 3,
     seconds: float = math.inf,
     progress: bool = True,
+    tag: str = "",
 ) -> list[PrefixCosts]:
     """Measure the cost per prefix token of computing and of restoring from disk and memory, and save it.
 
@@ -150,6 +154,7 @@ def calibrate_prefix(
         repeats: Number of runs per measurement; the median is used.
         seconds: Expected seconds of a length, from the time of the shorter one, above which it is not measured.
         progress: Whether to show a progress bar.
+        tag: The `tag` of the caches that will use the result.
 
     Raises:
         ConfigError: A length is below 16, or above the model's maximum position.
@@ -168,14 +173,14 @@ def calibrate_prefix(
                 to_restore = length * costs[-1].restore.get(TIERS[-1], 0.0)
                 if (repeats + 1) * (costs[-1].computing(length) + to_restore) > seconds:  # stored or warmed up once
                     break
-            costs.append(_prefix_costs(storage, inner, ids[: length + suffix], length, method, repeats))
+            costs.append(_prefix_costs(storage, inner, ids[: length + suffix], length, method, repeats, tag))
         growth = _compute_growth(inner, ids.unsqueeze(0).to(inner.device), repeats)
     costs = [replace(measured, growth=growth) for measured in costs]
-    keep_prefix_costs(storage, fingerprint_of(attach(inner)), inner.device, method.provenance, costs)
+    keep_prefix_costs(storage, fingerprint_of(attach(inner), tag), inner.device, method.provenance, costs)
     return costs
 
 
-def calibrate_once(storage: Storage, model: torch.nn.Module, method: Method, *, progress: bool) -> None:
+def calibrate_once(storage: Storage, model: torch.nn.Module, method: Method, *, progress: bool, tag: str = "") -> None:
     """Measure the costs of prefixes for a method that needs them, unless the store has them or cannot be written.
 
     If they cannot be saved, such as on a full disk, this is logged, and the method restores all that is stored.
@@ -184,18 +189,18 @@ def calibrate_once(storage: Storage, model: torch.nn.Module, method: Method, *, 
         return
     inner = base_model(model)
     checked = attach(inner).extras.setdefault("calibrated", set())
-    if storage.place in checked:
+    if (storage.place, tag) in checked:
         return
     provenance = Exact().coded(storage.codec).provenance
-    if prefix_costs(storage, fingerprint_of(attach(inner)), inner.device, provenance, _AUTO_TOKENS[0]) is None:
+    if prefix_costs(storage, fingerprint_of(attach(inner), tag), inner.device, provenance, _AUTO_TOKENS[0]) is None:
         lengths = _auto_lengths(inner)
         try:
             calibrate_prefix(
-                storage, inner, tokens=lengths, suffix=_AUTO_SUFFIX, seconds=_AUTO_SECONDS, progress=progress
+                storage, inner, tokens=lengths, suffix=_AUTO_SUFFIX, seconds=_AUTO_SECONDS, progress=progress, tag=tag
             )
         except (StoreError, OSError) as error:
             storage.disk.warn("calibration", f"costs were not measured, so all stored KV is restored: {error}")
-    checked.add(storage.place)
+    checked.add((storage.place, tag))
 
 
 def _auto_lengths(model: PreTrainedModel) -> list[int]:
@@ -206,18 +211,18 @@ def _auto_lengths(model: PreTrainedModel) -> list[int]:
 
 
 def _prefix_costs(
-    storage: Storage, model: PreTrainedModel, ids: torch.Tensor, length: int, method: Method, repeats: int
+    storage: Storage, model: PreTrainedModel, ids: torch.Tensor, length: int, method: Method, repeats: int, tag: str
 ) -> PrefixCosts:
     """Measure the costs of one prefix: the first `length` tokens of `ids`, int `[tokens]`."""
     prompt = ids.unsqueeze(0).to(model.device)
 
     def request(restore: bool) -> tuple[float, RequestStats]:
         """Run the prompt. Return the duration in seconds, and the request's statistics."""
-        cache = StoredCache.over(model, storage, method, CacheOptions(restore=restore, record=False))
+        cache = StoredCache.over(model, storage, method, CacheOptions(restore=restore, record=False, tag=tag))
         return _seconds(lambda: run(cache, prompt), model.device), cache.stats
 
     with _temporary(storage) as label:
-        precompute(storage, model, ids[:length], method=method, label=label)
+        precompute(storage, model, ids[:length], method=method, label=label, tag=tag)
         new_ids = _labelled(storage, label)
         times: dict[str, list[float]] = {}  # by the slowest tier that the request read from
         read_seconds: list[float] = []

@@ -74,6 +74,7 @@ def calibrate_quality(
     budgets: Sequence[float] = BUDGETS,
     questions: int = QUESTIONS,
     progress: bool = True,
+    tag: str = "",
 ) -> list[QualityFinding]:
     """Measure the quality loss of methods at several budgets, and store the findings for this model.
 
@@ -89,6 +90,7 @@ def calibrate_quality(
         budgets: Fractions of the prefix, in (0, 1).
         questions: Number of questions about each prefix.
         progress: Whether to show a progress bar.
+        tag: The `tag` of the caches that will use the result.
 
     Returns:
         One finding for each method and budget, in this order.
@@ -117,12 +119,12 @@ def calibrate_quality(
     total = len(prompts) * questions * (1 + len(budget_methods) * len(shares))
     findings = []
     with tqdm(total=total, desc="quality", unit="question", disable=not progress) as bar:
-        (full,) = _answers(scratch, model, prompts, [Exact()], questions, bar.update)
+        (full,) = _answers(scratch, model, prompts, [Exact()], questions, bar.update, tag)
         for method in budget_methods:
             settings = [replace(method, budget=budget, quality=None) for budget in shares]
-            answers = _answers(scratch, model, prompts, settings, questions, bar.update)
+            answers = _answers(scratch, model, prompts, settings, questions, bar.update, tag)
             findings += [_finding(setting, made, full) for setting, made in zip(settings, answers, strict=True)]
-    keep_quality(storage, fingerprint_of(attach(model)), findings)
+    keep_quality(storage, fingerprint_of(attach(model), tag), findings)
     return findings
 
 
@@ -164,6 +166,7 @@ def _answers(
     settings: Sequence[Method],
     questions: int,
     on_answer: Callable[[], object],
+    tag: str,
 ) -> list[list[_Answer]]:
     """Return the predictions after all questions of all texts, for each setting of one method.
 
@@ -174,19 +177,19 @@ def _answers(
     with scratch(settings[0]) as storage:
         for ids in prompts:
             prefix = len(ids) - questions * QUESTION_TOKENS
-            precompute(storage, model, [ids[:prefix]], method=settings[0])
+            precompute(storage, model, [ids[:prefix]], method=settings[0], tag=tag)
             for number in range(1, questions + 1):
                 for setting, answers_of_setting in zip(settings, answers, strict=True):
                     question = ids[: prefix + number * QUESTION_TOKENS]
-                    answers_of_setting.append(_answer(storage, model, question, setting))
+                    answers_of_setting.append(_answer(storage, model, question, setting, tag))
                     on_answer()
                 storage.flush()  # the next question finds the token statistics stored, as in normal use
     return answers
 
 
-def _answer(storage: Storage, model: torch.nn.Module, ids: torch.Tensor, method: Method) -> _Answer:
+def _answer(storage: Storage, model: torch.nn.Module, ids: torch.Tensor, method: Method, tag: str) -> _Answer:
     """Predict the token after a prompt."""
-    cache = StoredCache.over(model, storage, method, CacheOptions(record=False))
+    cache = StoredCache.over(model, storage, method, CacheOptions(record=False, tag=tag))
     started = time.perf_counter()
     log_probs = run(cache, ids)[0, -1].float().log_softmax(-1).cpu()
     seconds, stats = time.perf_counter() - started, cache.stats

@@ -11,11 +11,18 @@ from families import build, prompt
 from transformers import DynamicCache
 
 from hf_tiered_cache import KVStore, TieredCache, reasons, tiered
-from hf_tiered_cache.cache.calibrations import PrefixCosts, cost_factors, keep_prefix_costs, prefix_costs
+from hf_tiered_cache.cache.calibrations import (
+    PrefixCosts,
+    calibrated_ratio,
+    cost_factors,
+    keep_prefix_costs,
+    prefix_costs,
+    quality_budget,
+)
 from hf_tiered_cache.errors import StoreError
 from hf_tiered_cache.identity import Fingerprinter
 from hf_tiered_cache.kvstore import storage_of
-from hf_tiered_cache.methods import Auto, make_method
+from hf_tiered_cache.methods import Auto, ContiguousKV, make_method
 from hf_tiered_cache.operations import calibrate as module
 from hf_tiered_cache.store.kinds import CALIBRATIONS
 from hf_tiered_cache.store.root import StoreRoot
@@ -23,8 +30,8 @@ from hf_tiered_cache.store.root import StoreRoot
 CPU = torch.device("cpu")
 
 
-def measured(model, store, tokens=256):
-    return prefix_costs(storage_of(store), Fingerprinter(model)(), CPU, "exact", tokens)
+def measured(model, store, tokens=256, tag=""):
+    return prefix_costs(storage_of(store), Fingerprinter(model).look(tag).fingerprint, CPU, "exact", tokens)
 
 
 TOKEN, PAIR, FIXED = 2e-3, 4e-7, 0.1
@@ -135,6 +142,22 @@ def test_the_first_cache_measures_and_later_ones_do_not(root, monkeypatch):
     with KVStore(root, engine="posix") as store:
         run(build("qwen2"), store, prompt(96))
     assert len(calls) == 1
+
+
+@torch.no_grad()
+def test_a_model_that_only_a_tag_names_is_measured_under_its_tag(root, caplog):
+    model, text = build("qwen2"), prompt(200)[0]
+    model.model.layers[0].register_forward_hook(lambda module, args, output: output)
+    with KVStore(root, engine="posix") as store:
+        TieredCache(model, store, method="auto", tag="steered", progress=False)
+        assert measured(model, store, tag="steered").restore["disk"] > 0 and measured(model, store) is None
+        quick, name = {"progress": False, "tag": "steered"}, Fingerprinter(model).look("steered").fingerprint
+        store.calibrate(model, passages=2, tokens=64, repeats=1, **quick)
+        store.calibrate_quality(model, text, budgets=[0.5], questions=1, methods=["contiguous_kv"], **quick)
+        storage = storage_of(store)
+        assert calibrated_ratio(storage, name, CPU, 160) is not None
+        assert quality_budget(storage, name, ContiguousKV(quality=100.0)) == 0.5
+    assert "cannot be identified" not in caplog.text
 
 
 def fail_to_write_calibrations(monkeypatch, root):
