@@ -237,7 +237,7 @@ def test_keys_restored_elsewhere_are_those_rotated_by_hand(monkeypatch, tmp_path
         model(input_ids=passage, past_key_values=first, logits_to_keep=1)
         store.flush()
         cache = TieredCache(model, store, record=False)
-        monkeypatch.setattr(SequenceState, "plan", lambda _, request, __: moved(store, place, request))
+        monkeypatch.setattr(SequenceState, "plan", lambda _, request, *__, **___: moved(store, place, request))
         model(input_ids=around, past_key_values=cache, logits_to_keep=1)
     # the frequencies that a pass of this length uses
     cos, sin = model.model.rotary_emb(raw[0], torch.arange(place + 96 + 4).unsqueeze(0))
