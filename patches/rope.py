@@ -101,8 +101,8 @@ class RotaryTable:
         cos, sin = self.call.repeat(position_ids=position_ids)
         return cos[:, :-1], sin[:, :-1]
 
-    def is_of(self, numbers: torch.Tensor) -> bool:
-        """Return whether the table is of tokens with these numbers, int64 `[rows, n]`; negative ones are any number."""
+    def has_positions(self, numbers: torch.Tensor) -> bool:
+        """Return whether these are the positions of the table, int64 `[rows, n]`; negative ones stand for any."""
         positions: torch.Tensor = self.call["position_ids"]
         if positions.shape[-1] != numbers.shape[-1]:
             return False
@@ -125,8 +125,8 @@ class TableCache:
         self._tables: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] = {}
         self._by_halves: dict[tuple[Any, ...], bool] = {}
         self._repeatable: dict[tuple[Any, ...], bool] = {}
-        self.miscounting: dict[tuple[Any, ...], bool] = {}
-        """Whether tables were seen to be of other positions than the tokens of their pass have, by their keys."""
+        self.has_other_positions: dict[tuple[Any, ...], bool] = {}
+        """Keys of tables, with True if such a table had other positions than the tokens of its pass."""
         self.partial: set[tuple[int, int, int]] = set()
         """Layers that were seen to concatenate the rotated dimensions with the others: index and both widths."""
         self.copied: dict[tuple[int, int], int] = {}
@@ -335,7 +335,7 @@ class RotaryTap:
         call.table = table = self._table_with(layer, cos, sin)
         if table is None or rotated.data_ptr() == unrotated.data_ptr():
             return PreRopeKV(keys, values, position_independent=False)  # unknown tables, or rotated in place
-        if not self.table_cache.is_repeatable(layer, call, table) or self._miscounts(table):
+        if not self.table_cache.is_repeatable(layer, call, table) or self._has_other_positions(table):
             return PreRopeKV(keys, values, position_independent=False)
         dims = unrotated.shape[-1]
         if keys is rotated or _same(keys, rotated):
@@ -435,21 +435,21 @@ class RotaryTap:
         self._picked_tables = picked_tables, tables
         return picked_tables
 
-    def _miscounts(self, table: RotaryTable) -> bool:
-        """Return whether tables like this are of other positions than the tokens have, in this pass or an earlier one.
+    def _has_other_positions(self, table: RotaryTable) -> bool:
+        """Return whether tables like this have other positions than the tokens, in this pass or an earlier one.
 
         Most models pass their argument on. Other positions are compared by value: on a GPU, which would be waited for,
         once for each kind of table.
         """
-        miscounting, key = self.table_cache.miscounting, table.key
+        results, key = self.table_cache.has_other_positions, table.key
         if self.numbers is not None and table not in self._compared:
             self._compared.append(table)
             positions: torch.Tensor = table.call["position_ids"]
             given, writes = self._given
             is_passed_on = positions is given and writes is not None and writes == writes_to(given)
-            if not is_passed_on and (positions.device.type == "cpu" or key not in miscounting):
-                miscounting[key] = miscounting.get(key, False) or not table.is_of(self.numbers())
-        return miscounting.get(key, False)
+            if not is_passed_on and (positions.device.type == "cpu" or key not in results):
+                results[key] = results.get(key, False) or not table.has_positions(self.numbers())
+        return results.get(key, False)
 
     def _begins_with(self, layer: int, keys: torch.Tensor, rotated: torch.Tensor) -> bool:
         if keys.shape[:-1] != rotated.shape[:-1] or keys.shape[-1] <= rotated.shape[-1]:
