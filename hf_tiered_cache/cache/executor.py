@@ -97,9 +97,11 @@ class Executor(CacheState):
         in_pieces = not reason and sequence.can_be_cut(request)
         if in_pieces:
             self._run_pieces(cache, request, sequence, forward)
-        is_chunk = self._is_chunk(request) and not in_pieces
+        is_chunk = request.base + request.num_positions < self.new_prompt  # `generate()` passes the rest later
         while True:
-            plan = None if reason or not replans else sequence.plan(request, self.collector, whole=is_chunk)
+            plan = None
+            if not reason and replans:
+                plan = sequence.plan(request, self.collector, whole=is_chunk and not in_pieces)
             if plan is not None:
                 plan, reason = choose_strategy(plan, sequence)
             try:
@@ -111,7 +113,7 @@ class Executor(CacheState):
                 reason = reasons.LAYER_ORDER
         if replans < REPLANS:
             reason = reasons.DAMAGED
-        elif plan is None and (self.unreported or reason in (reasons.LAYER_ORDER, reasons.IN_CHUNKS)):
+        elif plan is None and (self.unreported or reason == reasons.LAYER_ORDER):
             reason = reason or self._no_plan_reason(request, sequence)
         else:
             reason = ""
@@ -135,10 +137,6 @@ class Executor(CacheState):
         if is_chunk and plan is not None and isinstance(self.method, BudgetMethod):
             self.explain_once(reasons.IN_CHUNKS)
         return output
-
-    def _is_chunk(self, request: Request) -> bool:
-        """Return whether the rest of the prompt follows in later passes, since `generate()` prefills in chunks."""
-        return request.base + request.num_positions < self.new_prompt
 
     def _run_pieces(
         self, cache: LayeredCache, request: Request, sequence: SequenceState, forward: Callable[..., Any]
@@ -354,8 +352,7 @@ class Executor(CacheState):
     def _lookup_refusal(self, request: Request, sequence: SequenceState) -> str:
         """Return the reason why a pass does not look up stored KV, or an empty string."""
         if sequence.approximate and not isinstance(sequence.method, Passages):  # passages are restored after any KV
-            is_later_chunk = not self.unreported and request.base + request.num_positions <= self.new_prompt
-            return reasons.IN_CHUNKS if is_later_chunk else reasons.APPROXIMATE
+            return reasons.APPROXIMATE
         if not self.options.restore:
             return reasons.SWITCHED_OFF
         if asks_for_all(request.kwargs, self.attachment.model.config):
