@@ -217,7 +217,9 @@ def _narrow():
     return {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 16, "tie_word_embeddings": True, **heads}
 
 
-@pytest.mark.parametrize(("option", "model", "layers"), [("--shape", "tiny", 4), ("--model", XS, 8)], ids=str)
+@pytest.mark.parametrize(
+    ("option", "model", "layers"), [("--shape", "tiny", 4), ("--model", XS, 8)], ids=["shape", "model"]
+)
 def test_auto(tmp_path, monkeypatch, option, model, layers):
     import auto
 
