@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, ClassVar
 
-import numpy as np
 import torch
 from torch.nn.functional import pad
 
@@ -219,36 +218,28 @@ def best_named(scores: torch.Tensor, names: torch.Tensor, count: int) -> torch.T
 
     Args:
         scores: float32 `[rows, columns]`.
-        names: int64 `[columns]`, ascending, or `[rows, columns]`, distinct in a row, from 0 to 2 ** 32 - 1.
+        names: int64 `[columns]` or `[rows, columns]`, distinct in a row, from 0 to 2 ** 32 - 1.
         count: Number of scores per row.
     """
-    scores = (scores.float() + 0.0).contiguous()  # turns -0.0 into 0.0
-    select = _largest_on_cpu if scores.device.type == "cpu" else _largest_on_device
-    return select(scores.view(torch.int32), names, count)
-
-
-def _largest_on_device(bits: torch.Tensor, names: torch.Tensor, count: int) -> torch.Tensor:
-    """See `best_named`; `bits` are those of the scores, int32 `[rows, columns]`."""
+    bits = (scores.float() + 0.0).contiguous().view(torch.int32)  # the sum turns -0.0 into 0.0
     ascending = bits ^ (bits >> 31 & _MAGNITUDE)  # as integers in the order of the scores
-    return _LAST - ((ascending.long() << 32 | _LAST - names).topk(count, dim=1).values & _LAST)
+    select = _largest_on_cpu if scores.device.type == "cpu" else _largest_on_device
+    return _LAST - (select(ascending.long() << 32 | _LAST - names, count) & _LAST)
 
 
-def _largest_on_cpu(bits: torch.Tensor, names: torch.Tensor, count: int) -> torch.Tensor:
-    """Compute `_largest_on_device` with NumPy's vectorized partition and sort, in less time."""
-    score_bits, columns = bits.numpy(), bits.shape[1]
-    ascending, of_columns = score_bits ^ (score_bits >> 31 & _MAGNITUDE), names.numpy()
-    if 0 < count < columns:
-        threshold = np.partition(ascending, columns - count, axis=1)[:, columns - count, None]
-        is_large, is_tied = ascending > threshold, ascending == threshold
-        if of_columns.ndim == 1:  # the first ones have the smallest names
-            is_tied &= is_tied.cumsum(axis=1) <= count - is_large.sum(axis=1, keepdims=True)
-        is_large |= is_tied
-        if np.count_nonzero(is_large) == len(ascending) * count:
-            of_columns = np.broadcast_to(of_columns, ascending.shape)[is_large].reshape(-1, count)
-            ascending = ascending[is_large].reshape(-1, count)
-    sort_keys = ascending.astype(np.int64) << 32 | _LAST - of_columns
-    sort_keys.sort(axis=1)
-    return torch.from_numpy(_LAST - (sort_keys[:, ::-1][:, :count] & _LAST))
+def _largest_on_device(values: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the `count` largest of each row of int64 `[rows, columns]`, largest first."""
+    return values.topk(count, dim=1).values
+
+
+def _largest_on_cpu(values: torch.Tensor, count: int) -> torch.Tensor:
+    """Compute `_largest_on_device` with NumPy's vectorized partition and sort, in less time. Reorders `values`."""
+    array, first = values.numpy(), values.shape[1] - count
+    if 0 < first < array.shape[1]:
+        array.partition(first, axis=1)
+    largest = array[:, first:]
+    largest.sort(axis=1)
+    return torch.from_numpy(largest[:, ::-1].copy())
 
 
 @dataclass(frozen=True, eq=False)
