@@ -20,18 +20,18 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
 from lib.common import (
     add_model_arguments,
     add_rates,
-    build,
     first_token,
     forget_page_cache,
     interleaved,
+    kv_bytes_per_token,
     listed,
-    load,
     median,
+    model_of,
     parser_of,
+    random_prompts,
     ratio,
 )
 from lib.pages import machine, machine_text, plain_ticks, pyplot, save, save_figure, table
@@ -73,18 +73,9 @@ class Bench:
 
     def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
         self.arguments, self.folder = arguments, folder
-        device, dtype = torch.device(arguments.device), getattr(torch, arguments.dtype)
-        if arguments.model is None:
-            self.model = build(arguments.shape, dtype, device, layers=arguments.layers)
-        else:
-            self.model = load(arguments.model, dtype, device)
-        config, random = self.model.config, torch.Generator().manual_seed(7)  # other tokens than calibration takes
-        self.prompts = {
-            length: torch.randint(3, config.vocab_size, (1, length + arguments.suffix), generator=random).to(device)
-            for length in arguments.prefixes
-        }
-        dim = config.hidden_size // config.num_attention_heads
-        self.token_bytes = config.num_hidden_layers * 2 * config.num_key_value_heads * dim * dtype.itemsize
+        self.model = model_of(arguments)
+        self.prompts = random_prompts(self.model, arguments.prefixes, arguments.suffix)
+        self.token_bytes = kv_bytes_per_token(self.model)
 
     def store(self, folder: str, rate: float = 0.0) -> KVStore:
         """Open a store on a disk of `rate` MB/s or, for 0, on the real disk."""

@@ -21,8 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-from lib.common import SHAPES, add_model_arguments, build, forget_page_cache, parser_of
+from lib.common import SHAPES, add_model_arguments, forget_page_cache, model_of, parser_of
 from lib.pages import machine, machine_text, save, table
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
@@ -179,8 +178,8 @@ def main() -> None:
     parser.add_argument("--host-memory", default="4GiB", help="host memory of the store")
     parser.add_argument("--repeats", type=int, default=3, help="number of turns")
     arguments = parser.parse_args()
-    device, dtype = torch.device(arguments.device), getattr(torch, arguments.dtype)
-    model = build(arguments.shape, dtype, device, layers=arguments.layers or None)
+    model = model_of(arguments)
+    device = model.device
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         results = measure(arguments, model, Path(folder))
         layers = arguments.layers or SHAPES[arguments.shape]["num_hidden_layers"]

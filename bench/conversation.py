@@ -39,12 +39,12 @@ import torch
 from lib.common import (
     add_model_arguments,
     add_rates,
-    build,
     figures_of,
     forget_page_cache,
     interleaved,
-    load,
+    kv_bytes_per_token,
     median,
+    model_of,
     parser_of,
     ratio,
     ratio_interval,
@@ -126,11 +126,7 @@ class Bench:
 
     def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
         self.arguments, self.folder = arguments, folder
-        device, dtype = torch.device(arguments.device), getattr(torch, arguments.dtype)
-        if arguments.model is None:
-            self.model = build(arguments.shape, dtype, device, layers=arguments.layers or None)
-        else:
-            self.model = load(arguments.model, dtype, device)
+        self.model = model_of(arguments)
         lengths = arguments.opening, arguments.new, arguments.answer
         self.trace = turns_of(arguments.conversations, arguments.turns, lengths, arguments.think, arguments.seed)
         self.longest = max(turn.end for turn in self.trace)
@@ -143,10 +139,8 @@ class Bench:
         else:
             prompts = RunningText(folder, arguments.conversations, longest, 1)
         self.about = prompts.about
-        self.texts = [ids.to(device) for ids in prompts.prefixes]
-        config = self.model.config
-        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        self.token_bytes = config.num_hidden_layers * 2 * config.num_key_value_heads * dim * dtype.itemsize
+        self.texts = [ids.to(self.model.device) for ids in prompts.prefixes]
+        self.token_bytes = kv_bytes_per_token(self.model)
 
     def measure(self, rate: float, note: Callable[[dict[str, Any]], None]) -> None:
         """Run the trace on a disk with a bandwidth of `rate` MB/s; 0 for the real disk.

@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from lib.common import add_model_arguments, build, figures_of, first_token, parser_of
+from lib.common import add_model_arguments, figures_of, first_token, model_of, parser_of
 from lib.pages import machine, machine_text, plain_ticks, pyplot, save, save_figure, table
 from lib.rag_load import batch, serve, tables
 from lib.slow_disk import SlowDisk, SlowDiskEngine
@@ -83,8 +83,8 @@ class Bench:
 
     def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
         self.arguments, self.folder = arguments, folder
-        self.device = torch.device(arguments.device)
-        self.model = build(arguments.shape, getattr(torch, arguments.dtype), self.device, layers=arguments.layers)
+        self.model = model_of(arguments)
+        self.device = self.model.device
         random, vocabulary = np.random.default_rng(0), self.model.config.vocab_size
         self.pool = [torch.from_numpy(random.integers(3, vocabulary, arguments.tokens)) for _ in range(arguments.pool)]
         prompts = []

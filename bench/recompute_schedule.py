@@ -21,13 +21,15 @@ import torch
 from lib.common import (
     add_model_arguments,
     add_rates,
-    build,
     figures_of,
     first_token,
     interleaved,
+    kv_bytes_per_token,
     listed,
     median,
+    model_of,
     parser_of,
+    random_prompts,
     ratio,
 )
 from lib.pages import machine, machine_text, save, table
@@ -55,18 +57,9 @@ class Bench:
 
     def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
         self.arguments, self.folder = arguments, folder
-        device = torch.device(arguments.device)
-        self.model = build(arguments.shape, getattr(torch, arguments.dtype), device, layers=arguments.layers)
-        random = torch.Generator().manual_seed(7)  # other tokens than calibration takes
-        suffix = arguments.suffix
-        self.prompts = {
-            length: torch.randint(3, self.model.config.vocab_size, (1, length + suffix), generator=random).to(device)
-            for length in arguments.prefixes
-        }
-        config = self.model.config
-        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        dtype: torch.dtype = getattr(torch, arguments.dtype)
-        self.token_bytes = config.num_hidden_layers * 2 * config.num_key_value_heads * dim * dtype.itemsize
+        self.model = model_of(arguments)
+        self.prompts = random_prompts(self.model, arguments.prefixes, arguments.suffix)
+        self.token_bytes = kv_bytes_per_token(self.model)
         self.kv_bytes = self.token_bytes * sum(self.prompts)
 
     def ask(self, store: KVStore, method: Method, ids: torch.Tensor) -> dict[str, Any]:

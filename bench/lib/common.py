@@ -159,6 +159,28 @@ def load(folder: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedMo
     return AutoModelForCausalLM.from_pretrained(resolve(str(folder)), dtype=dtype).to(device).eval()
 
 
+def model_of(arguments: argparse.Namespace) -> PreTrainedModel:
+    """Return the model of `add_model_arguments`: pretrained if there is a `--model`, else with random weights."""
+    dtype, device = getattr(torch, arguments.dtype), torch.device(arguments.device)
+    if (folder := getattr(arguments, "model", None)) is not None:
+        return load(folder, dtype, device)
+    return build(arguments.shape, dtype, device, layers=arguments.layers or None)
+
+
+def kv_bytes_per_token(model: PreTrainedModel) -> int:
+    """Return the bytes of a token's keys and values in all layers."""
+    config = model.config
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(config.num_hidden_layers * 2 * config.num_key_value_heads * dim * model.dtype.itemsize)
+
+
+def random_prompts(model: PreTrainedModel, lengths: Iterable[int], suffix: int) -> dict[int, torch.Tensor]:
+    """Return a prompt, int `[1, length + suffix]`, for each length, of other tokens than a calibration takes."""
+    random, vocabulary = torch.Generator().manual_seed(7), model.config.vocab_size
+    prompts = {length: torch.randint(3, vocabulary, (1, length + suffix), generator=random) for length in lengths}
+    return {length: ids.to(model.device) for length, ids in prompts.items()}
+
+
 def seconds(action: Callable[[], Any], device: torch.device, memory: int = 0) -> float:
     """Return the seconds that `action` takes, including the device's work.
 
