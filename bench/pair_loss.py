@@ -28,7 +28,7 @@ from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.cache.suspend import CacheReplay
 from hf_tiered_cache.conversations.sharing import MARGIN
 from hf_tiered_cache.methods import Krul
-from hf_tiered_cache.patches.rope import RotaryTap
+from hf_tiered_cache.patches.tap import RotaryTap
 from hf_tiered_cache.store.codecs import merged_codec
 from hf_tiered_cache.store.pairs import angle, merge_layers
 

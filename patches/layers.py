@@ -19,8 +19,9 @@ from torch.nn.modules import module as torch_module
 from transformers import GenerationMixin, PreTrainedModel
 
 from ..errors import UnsupportedModelError
-from .rope import RotaryTap, picked
+from .rope import picked
 from .scope import CACHE_ARGUMENTS, Scope, current
+from .tap import RotaryTap
 
 _KNOWN_ARGUMENTS = frozenset(
     {

@@ -23,8 +23,8 @@ from ..errors import RestoreError, TieredCacheError
 from ..identity import Identity, varying_rope
 from ..layers import DenseSource, sources_for
 from ..patches.attach import Attachment
-from ..patches.rope import PreRopeKV, RotaryTap
 from ..patches.scope import Scope, enter, leave_to
+from ..patches.tap import PreRopeKV, RotaryTap
 from ..restore.fetch import Fetcher
 from ..restore.plan import Plan
 from ..restore.prefetch import Prefetch, restore_layer

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 
 from ..cache.forward_pass import kind_of
-from ..patches.rope import RotaryTap, TableCache
+from ..patches.rope import TableCache
 from ..patches.scope import Scope, enter, leave_to
+from ..patches.tap import RotaryTap
 from ..store.geometry import LayerKV
 from ..store.memory import to_device
 

@@ -20,8 +20,9 @@ from ..passages.recompute import ProbeAttentionSum
 from ..patches.attach import Attachment
 from ..patches.attention import SELECTING, WRAPPED, can_scatter, can_select, shows_queries, without_first
 from ..patches.layers import decoder_layers, dropping
-from ..patches.rope import PreRopeKV, RotaryTap, TableCache
+from ..patches.rope import TableCache
 from ..patches.scope import Attended, AttentionCall, Scope, enter, leave_to
+from ..patches.tap import PreRopeKV, RotaryTap
 from ..restore.fetch import Fetcher
 from ..restore.plan import BudgetPlan, PassagesPlan, Plan, RecomputePlan
 from ..restore.prefetch import Prefetch

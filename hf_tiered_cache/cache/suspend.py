@@ -21,8 +21,8 @@ from ..conversations.sharing import REPLAYED_TOKENS
 from ..errors import StoreClosedError, StoreError, TieredCacheError
 from ..layers import DenseSource, LayeredCache, LayerTensors
 from ..methods import ForConversation, IdleConversation, MergeDecision, PrefixMethod
-from ..patches.rope import PreRopeKV, RotaryTap
 from ..patches.scope import Scope, enter, leave_to
+from ..patches.tap import PreRopeKV, RotaryTap
 from ..store.catalogue import SegmentRow
 from ..store.geometry import HASH_TOKENS
 from ..store.segment import SegmentReader

@@ -12,8 +12,9 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from ..errors import UnsupportedModelError
-from ..patches.rope import PreRopeKV, RotaryTap, picked
+from ..patches.rope import picked
 from ..patches.scope import Attended, AttentionCall
+from ..patches.tap import PreRopeKV, RotaryTap
 from ..restore.plan import PassagesPlan, Plan, RecomputePlan
 from ..restore.prefetch import JoinedLayers, Prefetch, check_fit, restore_layer
 from ..selection.decode import DecodeSelection, DecodeSelector

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from ..errors import LostKVError, RestoreError
-from ..patches.rope import PreRopeKV
 from ..patches.scope import Attended, AttentionCall
+from ..patches.tap import PreRopeKV
 from ..restore.plan import BudgetPlan
 from ..restore.prefetch import check_fit
 from ..restore.rows import by_row

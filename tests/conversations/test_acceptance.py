@@ -26,7 +26,7 @@ from hf_tiered_cache.cache.suspend import CacheReplay
 from hf_tiered_cache.conversations.sharing import MARGIN, REPLAYED_TOKENS, accepted_pairs
 from hf_tiered_cache.kvstore import storage_of
 from hf_tiered_cache.methods import Krul, krul
-from hf_tiered_cache.patches.rope import RotaryTap
+from hf_tiered_cache.patches.tap import RotaryTap
 from hf_tiered_cache.store.conversations import ConversationRecord, conversation_name
 
 STORIES = Path(__file__).parents[3] / "shared" / "models" / "stories260K"

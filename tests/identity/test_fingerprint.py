@@ -16,8 +16,8 @@ from hf_tiered_cache import KVStore, TieredCache, UnsupportedModelError
 from hf_tiered_cache.identity import Fingerprinter, fingerprint, rope_regime
 from hf_tiered_cache.identity import model as inspected
 from hf_tiered_cache.patches.layers import dropping
-from hf_tiered_cache.patches.rope import RotaryTap
 from hf_tiered_cache.patches.scope import Scope
+from hf_tiered_cache.patches.tap import RotaryTap
 
 peft = pytest.importorskip("peft")
 

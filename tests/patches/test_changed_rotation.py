@@ -9,7 +9,7 @@ from torch import nn
 from transformers.models.llama import modeling_llama
 
 from hf_tiered_cache import KVStore, TieredCache, attach, detach
-from hf_tiered_cache.patches.rope import RotaryTap
+from hf_tiered_cache.patches.tap import RotaryTap
 
 
 class InPlace(nn.Module):

@@ -24,6 +24,7 @@ from hf_tiered_cache.cache.sequence import SequenceState
 from hf_tiered_cache.patches import rope, rotary
 from hf_tiered_cache.patches.attach import attach
 from hf_tiered_cache.patches.scope import current
+from hf_tiered_cache.patches.tap import PreRopeKV, RotaryTap
 from hf_tiered_cache.restore.plan import Plan
 from hf_tiered_cache.restore.rows import PlanContext, RowGroup, SegmentSlice
 from hf_tiered_cache.store.geometry import Geometry
@@ -336,7 +337,7 @@ def test_tables_stay_until_frequencies_change(monkeypatch):
     monkeypatch.setattr(rope.RotaryTable, "at", lambda self, some: made.append(len(some)) or at(self, some))
 
     def rotated(stop):
-        tap = rope.RotaryTap(attachment.tables_of("", lossless=True))
+        tap = RotaryTap(attachment.tables_of("", lossless=True))
         position = torch.tensor([[500]])
         table = rotary.Call(embedding.forward, {"x": 0, "position_ids": 1}, (torch.empty(0), position), {})
         cos, sin = embedding(torch.empty(0), position)
@@ -344,7 +345,7 @@ def test_tables_stay_until_frequencies_change(monkeypatch):
         key, keys = torch.ones(1, 1, 1, cos.shape[2]), torch.ones(1, stop, cos.shape[2])
         watched = rotary._WatchedFunction(apply_rotary_pos_emb)
         call = rope.RotaryCall(watched.original, watched.places, (key, key, cos, sin), {}, key, tap.tables[0])
-        like = rope.PreRopeKV(key, key, "key", cos.shape[2], True, call)
+        like = PreRopeKV(key, key, "key", cos.shape[2], True, call)
         tap.rotate_at_(like, keys, torch.arange(stop)[None], stop)
         expected = embedding(torch.empty(0), torch.arange(stop)[None])
         assert torch.equal(keys, apply_rotary_pos_emb(torch.ones_like(keys)[None], keys[None] * 0 + 1, *expected)[1][0])

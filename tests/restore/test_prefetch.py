@@ -19,7 +19,7 @@ from hf_tiered_cache import Exact, KVStore, TieredCache
 from hf_tiered_cache.errors import IntegrityError, RestoreError
 from hf_tiered_cache.kvstore import storage_of
 from hf_tiered_cache.methods import CacheBlend, CacheTune, ContiguousKV, Epic, Krul, Passages
-from hf_tiered_cache.patches.rope import PreRopeKV
+from hf_tiered_cache.patches.tap import PreRopeKV
 from hf_tiered_cache.restore.fetch import Fetcher
 from hf_tiered_cache.restore.gather import Gather
 from hf_tiered_cache.restore.plan import Plan

@@ -25,6 +25,7 @@ from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.identity import watch
 from hf_tiered_cache.methods import CacheBlend, CacheTune, ContiguousKV, Epic, Exact, Impress, Krul, KVDrive, Passages
 from hf_tiered_cache.patches import rope
+from hf_tiered_cache.patches.tap import RotaryTap
 from hf_tiered_cache.restore.gather import Gather
 from hf_tiered_cache.store.memory import to_host
 
@@ -175,7 +176,7 @@ def test_a_copied_rotary_table_is_looked_at_once(monkeypatch):
     compared, equal, shared = [], torch.equal, rope.TableCache()
     monkeypatch.setattr(torch, "equal", lambda *tensors: compared.append(1) or equal(*tensors))
     for first in (0, 0, 5, 7):  # at position 0 both tables are the same
-        tap, angles = rope.RotaryTap(shared), torch.arange(first, first + 1).view(1, 1, 1)
+        tap, angles = RotaryTap(shared), torch.arange(first, first + 1).view(1, 1, 1)
         tap.tables = [rope.RotaryTable(None, (angles * f).cos(), (angles * f).sin()) for f in (0.1, 0.2)]
         before = len(compared)
         assert (
