@@ -13,9 +13,9 @@ NOT_RECORDED = "the cache was created with record=False"
 SHORT = (
     f"the prompt is shorter than {HASH_TOKENS} tokens, and KV is stored and restored in units of {HASH_TOKENS} tokens"
 )
-NO_ROOM = (
-    "some KV was not stored, because the disk quota, the free-space floor or the folder leaves no room; raise "
-    "disk_quota, or see store.stats.dropped_writes"
+NOT_STORED = (
+    "some KV was not stored: the disk quota, the free-space floor or the folder leaves no room (raise disk_quota), or "
+    "it could not be written; see the warning in the log, and store.stats.dropped_writes"
 )
 DOUBTED = (
     "a spot check found stored KV that differs from what this model computes, so nothing is restored or stored for "
@@ -108,6 +108,10 @@ OLDER_GRAPH = (
 )
 OWN_CACHE = "generate() was called with another kind of cache, which is used unchanged"
 DAMAGED = "a stored segment could not be read, so its tokens were computed"
+UNREADABLE = (
+    "some stored segments cannot be read now, and this prompt's may be among them, so its tokens are computed; see the "
+    "warning in the log. Reading is tried again soon"
+)
 
 ENGINE_CHANGED = (
     "the model may have changed since continuous batching filled its pages, so nothing is restored into them; create a "

@@ -163,7 +163,7 @@ def test_a_full_store_says_that_not_all_was_stored(tmp_path):
         cache = TieredCache(model, store)
         model.generate(prompt(400), past_key_values=cache, **GREEDY)
         store.flush()
-        assert reasons.NO_ROOM in cache.stats.reasons
+        assert reasons.NOT_STORED in cache.stats.reasons
         assert cache.stats.tokens_stored == 0
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ..errors import StoreClosedError
-from ..reasons import NO_ROOM, ODD_MASK, WEIGHTS_CHANGED
+from ..reasons import NOT_STORED, ODD_MASK, WEIGHTS_CHANGED
 from ..restore.hashes import History
 from ..store import EXACT
 from ..store.format import SegmentHeader, end_of_chain, segment_id
@@ -38,7 +38,7 @@ logger = logging.getLogger("hf_tiered_cache")
 def _refused(collector: StatsCollector, table: SegmentTable, pending: PendingSegment) -> None:
     table.forget([pending.header.id])
     collector.add(tokens_stored=-pending.header.shape.tokens)
-    collector.explain(pending.refusal or NO_ROOM)
+    collector.explain(pending.refusal or NOT_STORED)
 
 
 @dataclass(eq=False)

@@ -219,11 +219,14 @@ class SequenceState:
             return self._unusable_reason
         if len(tokens := request.ids[0, self.history.pads[0] :].to("cpu", torch.int64).numpy()) < HASH_TOKENS:
             return reasons.SHORT
-        return (
-            self._stored_otherwise(tokens)
-            or self._other_keys()
-            or (reasons.NO_PASSAGES if self._has_passages() else reasons.NOTHING)
-        )
+        disk = self.store.disk
+        if disk.hides_any(self.history.prefix_hashes_of(0, tokens)):
+            return reasons.UNREADABLE
+        if reason := self._stored_otherwise(tokens) or self._other_keys():
+            return reason
+        if disk.index.is_incomplete:
+            return reasons.UNREADABLE
+        return reasons.NO_PASSAGES if self._has_passages() else reasons.NOTHING
 
     def _stored_otherwise(self, tokens: np.ndarray) -> str:
         """Return where else a row's `tokens`, int64 `[n]`, are stored: for another model, codec or lead; or ""."""

@@ -352,6 +352,8 @@ def _refused(residency: Residency, refused: Callable[[PendingSegment], None], pe
 def _after_look_up(disk: SegmentStore, residency: Residency, used: list[str]) -> None:
     if used:
         disk.index.touch(used)
+    else:
+        disk.index.catch_up()
     disk.forget_deleted(residency.segments())
 
 

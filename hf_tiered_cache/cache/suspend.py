@@ -197,8 +197,8 @@ def _why_left(executor: Executor, sequence: SequenceState) -> str:
     if executor.bypass:
         return executor.bypass
     if sequence.recorder.enabled:
-        return reasons.NO_ROOM
-    return reasons.APPROXIMATE if sequence.approximate else executor.collector.stats.reason or reasons.NO_ROOM
+        return reasons.NOT_STORED
+    return reasons.APPROXIMATE if sequence.approximate else executor.collector.stats.reason or reasons.NOT_STORED
 
 
 class CacheReplay:

@@ -35,8 +35,10 @@ from .lazy import torch
 from .quota import Limits, Space
 from .segment import SegmentReader, read_head
 
-_HIDDEN_SECONDS = 60.0
-"""Seconds for which a segment is not used after a read error."""
+_PAUSE_SECONDS = 1.0
+"""Seconds for which a segment is not used after a read error. Each further error doubles them."""
+_FAILING_SECONDS = 60.0
+"""Maximum of these seconds. For as long after them, the segment may be replaced, and an error is a further one."""
 
 Written: TypeAlias = "Callable[[tuple[str, int, int], torch.Tensor], None]"
 """Callback for a written KV cache group: its key in memory (see `SegmentReader.owners`), and its blocks, uint8
@@ -61,7 +63,7 @@ class SegmentStore(Space):
     ) -> None:
         super().__init__(backend, limits, Faults(counters), cipher or Plain())
         self._verify = verify
-        self._hidden: dict[str, float] = {}  # segments that failed in this process, and until when they are not used
+        self._failures: dict[str, tuple[float, float]] = {}  # time of the last failure, and seconds of disuse after it
         self._keys = self.index.keys() - {""}  # of the segments present when the store was opened
 
     def path(self, segment_id: str) -> Path:
@@ -75,8 +77,24 @@ class SegmentStore(Space):
         return [row for row in self.index.beginning_with(prefix_hashes) if not self.is_hidden(row.id)]
 
     def is_hidden(self, segment_id: str) -> bool:
-        """Return whether this process recently failed to read the segment."""
-        return self._hidden.get(segment_id, 0.0) > time.monotonic()
+        """Return whether the segment is not used for now, because this process failed to read it."""
+        failed_at, pause = self._failures.get(segment_id, (-inf, 0.0))
+        return failed_at + pause > time.monotonic()
+
+    def _is_failing(self, segment_id: str) -> bool:
+        """Return whether this process recently failed to read the segment, so that it may be replaced."""
+        failed_at, pause = self._failures.get(segment_id, (-inf, 0.0))
+        return failed_at + pause + _FAILING_SECONDS > time.monotonic()
+
+    def _hide(self, segment_id: str, for_good: bool) -> None:
+        """Stop using a segment: `for_good`, or for a while that doubles with each failure of the same segment."""
+        _, pause = self._failures.get(segment_id, (-inf, 0.0))
+        pause = min(2 * pause, _FAILING_SECONDS) if self._is_failing(segment_id) else _PAUSE_SECONDS
+        self._failures[segment_id] = time.monotonic(), inf if for_good else pause
+
+    def hides_any(self, prefix_hashes: Sequence[bytes]) -> bool:
+        """Return whether a segment that `find` would return is hidden."""
+        return any(self.is_hidden(row.id) for row in self.index.beginning_with(prefix_hashes))
 
     def reader(self, segment_id: str) -> SegmentReader | None:
         """Return an open segment, or None (counted and logged) if it cannot be used."""
@@ -134,7 +152,7 @@ class SegmentStore(Space):
                 self.forget([segment_id])
                 self.index.remove([segment_id])
         elif not is_of_the_process(error):
-            self._hidden[segment_id] = time.monotonic() + _HIDDEN_SECONDS if isinstance(error, OSError) else inf
+            self._hide(segment_id, for_good=not isinstance(error, OSError))
 
     def _handle_damage(self, segment_id: str, error: BaseException) -> None:
         """Limit or delete a damaged segment, unless another process has replaced it by an intact one."""
@@ -145,12 +163,13 @@ class SegmentStore(Space):
             if valid_hashes:
                 self.index.limit(segment_id, valid_hashes)
                 return
-            self._hidden[segment_id] = inf
+            self._hide(segment_id, for_good=True)
             if self.backend.writable:
                 self.remove([segment_id])
-                self._hidden.pop(segment_id, None)
+                self._failures.pop(segment_id, None)
         except OSError:  # a disk that has become read-only, or no descriptor is left to look
-            self._hidden.setdefault(segment_id, time.monotonic() + _HIDDEN_SECONDS)
+            if not self.is_hidden(segment_id):
+                self._hide(segment_id, for_good=False)
 
     def _is_damaged(self, segment_id: str, error: BaseException) -> bool:
         """Return whether the stored segment is still the one that was found damaged."""
@@ -220,7 +239,7 @@ class SegmentStore(Space):
             if replaced:
                 self.sidecars.remove([header.id])
                 self.forget([header.id])
-            self._hidden.pop(header.id, None)
+            self._failures.pop(header.id, None)
             with suppress(ValueError):
                 self._removed.remove(header.id)
             self.notify_stored([header.id])
@@ -286,12 +305,12 @@ class SegmentStore(Space):
         except FormatError:
             return True
         except OSError:
-            if self.is_hidden(segment_id):
+            if self._is_failing(segment_id):
                 return True
             raise
         # the row corrects clocks that were ahead
         expires = header.expires if listed_row is None else listed_row.expires
-        if self.is_hidden(segment_id) or (listed_row is not None and not listed_row.valid_hashes):
+        if self._is_failing(segment_id) or (listed_row is not None and not listed_row.valid_hashes):
             return True
         if expires is not None and expires <= time.time():
             return True

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 _REPAIR_SECONDS = 10.0
 """Seconds between two attempts to rebuild a damaged catalogue, or to open one that could not be opened."""
 _SCANNING_SECONDS = 1.0
-"""Seconds before segments that could not be read or added are tried again."""
+"""Seconds before segments that could not be read or added are tried again; twice as long after each further failure."""
+_MOST_SCANNING_SECONDS = 60.0
 _AT_ONCE = 256
 """Segments that are added in one transaction."""
 _FAULTS = (sqlite3.Error, OverflowError, MemoryError)
@@ -56,7 +57,7 @@ class Index:
         self._unread = ""  # why other stored segments may have no row
         self._is_complete = False  # whether the last scan that ended has added all that could be read
         self._failure = ""  # why the catalogue failed last
-        self._scanned = 0.0
+        self._scanned, self._failed_scans = 0.0, 0  # time of the last scan, and consecutive scans that were incomplete
         self._repair_lock = threading.Lock()
         self._repaired_at = self._opened = -_REPAIR_SECONDS
         self._scanned_generation = 0  # the catalogue generation that was last synchronized with the backend
@@ -209,11 +210,21 @@ class Index:
         except OSError:
             return True
 
+    @property
+    def is_incomplete(self) -> bool:
+        """True if stored segments could not be listed, read or added, so that they are not found."""
+        return bool(self._unread or self.unreadable)
+
     def catch_up(self) -> None:
-        """Scan again if segments could not be read or added, at most every `_SCANNING_SECONDS`."""
-        if (self._unread or self.unreadable) and time.monotonic() - self._scanned >= _SCANNING_SECONDS:
+        """Scan again if segments could not be read or added, and the last scan was long enough ago."""
+        if not self.is_incomplete:
+            self._failed_scans = 0
+            return
+        pause = min(_SCANNING_SECONDS * 2**self._failed_scans, _MOST_SCANNING_SECONDS)
+        if time.monotonic() - self._scanned >= pause:
             with self._repair_lock:
                 self.scan()
+            self._failed_scans += 1
 
     def adopt(self, ids: Sequence[str]) -> list[str]:
         """Add segments that the catalogue does not list. Returns the ids that are invalid or could not be added."""

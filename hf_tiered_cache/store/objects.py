@@ -111,7 +111,7 @@ class ObjectBackend(ABC, SegmentBackend):
         def beginning(name: str) -> bytes | None:
             stored = self.find_object(name)
             with suppress(FileNotFoundError):  # deleted or replaced meanwhile
-                return None if stored is None else self.get_object(name, stored.version, 0, min(nbytes, stored.size))
+                return None if stored is None else self._range_of(name, stored, 0, nbytes)
             return None
 
         futures = {name: self._pool.submit(beginning, name) for name in names}
@@ -168,13 +168,23 @@ class ObjectBackend(ABC, SegmentBackend):
         name = _object_name(*file_of(segment_id))
 
         def read(stored: Stored) -> tuple[Stored, bytes]:
-            beginning = self.get_object(name, stored.version, 0, _HEAD_BYTES)
+            beginning = self._range_of(name, stored, 0, _HEAD_BYTES)
             nbytes = max(length(stored, beginning[:HEADER_BYTES]), HEADER_BYTES)
             if nbytes > _HEAD_BYTES:
-                beginning += self.get_object(name, stored.version, _HEAD_BYTES, nbytes - _HEAD_BYTES)
+                beginning += self._range_of(name, stored, _HEAD_BYTES, nbytes - _HEAD_BYTES)
             return stored, beginning[:nbytes]
 
         return self._read_version(name, read)
+
+    def _range_of(self, name: str, stored: Stored, offset: int, nbytes: int) -> bytes:
+        """Return a range of an object, up to its end.
+
+        Raises OSError if bytes are missing: a short answer of a place must not count as a damaged object.
+        """
+        content = self.get_object(name, stored.version, offset, nbytes)
+        if len(content) < min(nbytes, stored.size - offset):
+            raise OSError(errno.EIO, "fewer bytes were returned than it has", f"{self.place}/{name}")
+        return content
 
     def _read_version(self, name: str, read: Callable[[Stored], _T]) -> _T:
         """Return the result of `read`, which reads one version of an object, again if another one replaces it."""
@@ -325,7 +335,7 @@ class ObjectRecords:
         if path in self._locks:
             return self._locks[path]
         return self._backend._read_version(
-            path, lambda stored: self._backend.get_object(path, stored.version, 0, kind.bytes_to_read(stored.size))
+            path, lambda stored: self._backend._range_of(path, stored, 0, kind.bytes_to_read(stored.size))
         )
 
     def is_own(self, kind: FileKind, name: str) -> bool:

@@ -572,7 +572,7 @@ def test_a_full_disk_is_said_and_the_turn_before_stays(model, store, monkeypatch
         patch.setattr(os, "posix_fallocate", full)
         kept = cache.suspend()
     assert (kept.tokens, kept.unstored) == (before.tokens, said.shape[1] - 1 - before.tokens)
-    assert "No space left" in kept.reason or kept.reason == reasons.NO_ROOM
+    assert "No space left" in kept.reason or kept.reason == reasons.NOT_STORED
     assert info(store) == before
     assert [path.suffix for path in (store.path / "conversations").iterdir()] == [".json"]
     with TieredCache(model, store, conversation="alice-42") as cache:
@@ -586,7 +586,7 @@ def test_a_quota_without_room_is_said(model, root):
             turn(model, cache, prompt(900))
             kept = cache.suspend()
         assert (kept.tokens, kept.unstored > 800) == (0, True)
-        assert kept.reason == reasons.NO_ROOM
+        assert kept.reason == reasons.NOT_STORED
         assert store.conversations() == []
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import re
+import time
 
 import pytest
 import torch
@@ -10,7 +13,7 @@ from families import build, prompt
 from memory_backend import MemoryBackend
 from reference import kv_of, prefilled
 
-from hf_tiered_cache import ConfigError, ConversationInUseError, KVStore, TieredCache
+from hf_tiered_cache import ConfigError, ConversationInUseError, KVStore, StoreError, TieredCache, reasons
 from hf_tiered_cache.cache.calibrations import keep_records, records_of
 from hf_tiered_cache.kvstore import storage_of
 from hf_tiered_cache.methods import ContiguousKV, Epic
@@ -225,3 +228,70 @@ def test_wrong_backends_are_refused(arguments, message, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=message):
         KVStore(**arguments)
     assert list(tmp_path.iterdir()) == []
+
+
+# --- places that fail for a moment
+
+
+class Flaky(MemoryBackend):
+    """Backend whose methods do what `faults` says, by name, in place of their own work."""
+
+    def __init__(self, objects=None):
+        super().__init__()
+        self.objects, self.faults = {} if objects is None else objects, {}
+
+    def find_object(self, name):
+        return self.faults.get("find", super().find_object)(name)
+
+    def list_objects(self, folder):
+        return self.faults.get("list", super().list_objects)(folder)
+
+    def get_object(self, name, version, offset, nbytes):
+        content = super().get_object(name, version, offset, nbytes)
+        return self.faults.get("get", bytes)(content)
+
+
+def fails(*_):
+    raise OSError(errno.EIO, "no answer")
+
+
+@pytest.mark.parametrize("method", ["find", "list", "get"])
+@pytest.mark.parametrize("at_opening", [False, True])
+def test_a_fault_that_has_passed_costs_no_more_than_a_second(model, objects, monkeypatch, method, at_opening):
+    """A cache that stores nothing finds the KV again, and says until then that it cannot be read."""
+    with KVStore(backend=Flaky(objects)) as store:
+        store.precompute(model, IDS[:, :80])
+    backend = Flaky(objects)
+    if at_opening:
+        backend.faults[method] = fails
+    with KVStore(backend=backend) as store:
+        backend.faults[method] = fails
+        if method != "list" or at_opening:
+            assert logits(model, store, record=False)[1].stats.reason == reasons.UNREADABLE
+        backend.faults.clear()
+        deadline = time.monotonic() + 30
+        while not (cache := logits(model, store, record=False)[1]).stats.tokens_restored:
+            assert cache.stats.reason == reasons.UNREADABLE and time.monotonic() < deadline
+            time.sleep(0.2)
+        assert cache.stats.tokens_restored == 80
+
+
+@pytest.mark.parametrize("length", [0, 100, 4000])
+def test_an_answer_that_lacks_bytes_is_no_damage(model, objects, length):
+    """A connection that ends early is a read error: nothing is deleted for it."""
+    with KVStore(backend=Flaky(objects)) as store:
+        cache = TieredCache(model, store, conversation="c")
+        model.generate(IDS[:, :80], past_key_values=cache, **GREEDY)
+        cache.suspend()
+    before = dict(objects)
+    for operation in (lambda store: store.gc(), lambda store: store.verify(repair=True)):
+        for at_opening in (False, True):
+            backend = Flaky(objects)
+            short = {"get": lambda content: content[:length]}
+            if at_opening:
+                backend.faults.update(short)
+            with KVStore(backend=backend) as store:
+                backend.faults.update(short)
+                with contextlib.suppress(StoreError):  # a complete list may be what an operation needs
+                    operation(store)
+            assert objects == before

@@ -12,6 +12,7 @@ import threading
 import time
 from contextlib import contextmanager
 from sqlite3 import DatabaseError, OperationalError, connect
+from types import SimpleNamespace
 
 import processes
 import pytest
@@ -83,13 +84,23 @@ def test_a_failing_segment_stays_until_another_takes_its_place(tmp_path):
     assert read_back(store, header.id)
 
 
-def test_a_read_error_hides_a_segment_for_a_while(tmp_path, monkeypatch):
+def test_each_read_error_hides_a_segment_for_twice_as_long(tmp_path, monkeypatch):
+    clock = [1000.0]
+    monkeypatch.setattr(disk, "time", SimpleNamespace(monotonic=lambda: clock[0], time=time.time))
     store = open_store(tmp_path)
     header = publish(store)
-    monkeypatch.setattr(disk, "_HIDDEN_SECONDS", 0.1)
+    pauses = []
+    for _ in range(8):
+        store.report(header.id, OSError(errno.EIO, "a cable"))
+        failed_at = clock[0]
+        while not store.find(hashes(4)):
+            assert store.hides_any(hashes(4))
+            clock[0] += 1
+        pauses.append(clock[0] - failed_at)
+    assert pauses == [1, 2, 4, 8, 16, 32, 60, 60]
+    clock[0] += 121
     store.report(header.id, OSError(errno.EIO, "a cable"))
-    assert store.find(hashes(4)) == []
-    time.sleep(0.15)
+    clock[0] += 1
     assert [row.id for row in store.find(hashes(4))] == [header.id]
 
 
