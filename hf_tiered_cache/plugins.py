@@ -31,6 +31,7 @@ class Registry(Mapping[str, Part], Generic[Part]):
         self._kind, self._group, self._fault = kind, group, fault
         self._built_in = frozenset(built_in)
         self._parts = dict(built_in)
+        self._loaded = set[str]()  # names of parts of installed packages
 
     def register(self, name: str, part: Part) -> None:
         """Add a part. A part that a program registers takes precedence over one of an installed package.
@@ -45,10 +46,11 @@ class Registry(Mapping[str, Part], Generic[Part]):
         if not (isinstance(name, str) and name.isidentifier()):
             raise ConfigError(f"{name!r} is not a valid name of a {self._kind}; use letters, digits and underscores")
         if fault := self._fault(name, part):
-            raise ConfigError(f"{name} cannot be registered as a {self._kind}: {fault}")
-        if self._parts.get(name, part) is not part:
+            raise ConfigError(f"the {self._kind} {name} cannot be registered: {fault}")
+        if self._parts.get(name, part) is not part and name not in self._loaded:
             raise ConfigError(f"a {self._kind} with the name {name!r} already exists; choose another name")
         self._parts[name] = part
+        self._loaded.discard(name)
 
     def name_of(self, part: object) -> str | None:
         """Return the name of a part, or None. Loads no plug-in."""
@@ -65,6 +67,7 @@ class Registry(Mapping[str, Part], Generic[Part]):
     def __getitem__(self, name: str) -> Part:
         if name not in self._parts and isinstance(name, str) and name in self._installed:
             self._parts[name] = self._load(self._installed[name])
+            self._loaded.add(name)
         return self._parts[name]
 
     def __contains__(self, name: object) -> bool:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 import sys
-from dataclasses import dataclass, make_dataclass
+from dataclasses import dataclass, field, make_dataclass
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
 import processes
@@ -23,6 +24,7 @@ from hf_tiered_cache.methods import (
     BudgetMethod,
     Exact,
     Impress,
+    KVDrive,
     Method,
     Passages,
     describe_method,
@@ -30,11 +32,13 @@ from hf_tiered_cache.methods import (
     register_method,
 )
 from hf_tiered_cache.plugins import Registry
-from hf_tiered_cache.selection import register_index
+from hf_tiered_cache.selection import DECODE_INDEXES, register_index
+from hf_tiered_cache.selection.clusters import ClusterIndex
 from hf_tiered_cache.selection.decode_index import DecodeIndex
 from hf_tiered_cache.selection.prompt import PREFETCHED
 from hf_tiered_cache.selection.selectors import Selection, SelectionInput, Selector
 from hf_tiered_cache.store.codecs import CODECS, Field, make_codec, register_codec
+from hf_tiered_cache.store.geometry import Geometry
 
 DOCS = Path(__file__).parent.parent / "docs"
 PREFIX = 200
@@ -88,6 +92,17 @@ def test_names_are_registered_once(installed):
     ]:
         with pytest.raises(ConfigError, match=reason):
             numbers.register(name, part)
+
+
+def test_a_registered_part_replaces_one_of_a_package_loaded_or_not(installed):
+    for is_loaded in (False, True):
+        numbers = installed(large="sys:maxsize")
+        if is_loaded:
+            assert numbers["large"] == sys.maxsize
+        numbers.register("large", 7)
+        assert numbers["large"] == 7
+        with pytest.raises(ConfigError, match="already exists"):
+            numbers.register("large", 8)
 
 
 def test_a_method_is_known_by_its_entry_point_before_that_is_loaded(installed):
@@ -149,8 +164,34 @@ def halves(**members):
     return SimpleNamespace(**right | members)
 
 
+def in_place(tensor):
+    return (tensor.mul_(2).half(),)
+
+
+def over_all(tensor):
+    return ((tensor / tensor.abs().amax()).half(),)
+
+
 class Half(DecodeIndex):
     """Ranking without a result."""
+
+
+class Bare(ClusterIndex):
+    """Index whose own tensors would not be stored."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unplaced(Exact):
+    """Method whose geometry is a number."""
+
+    geometry: Geometry = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unevicting(Exact):
+    """Method of an eviction policy that no store has."""
+
+    policy = "mine"
 
 
 @pytest.mark.parametrize(
@@ -160,9 +201,12 @@ class Half(DecodeIndex):
         (lambda: register_method("demanding", Demanding), "without arguments"),
         (lambda: register_method("made", Exact()), "not a subclass of Method"),
         (lambda: register_method("exact", Impress), "a method with the name 'exact' already exists"),
-        (lambda: register_method("unplanned", Unplanned), "method: it lacks positions_to_compute$"),
-        (lambda: register_method("unselecting", Unselecting), "method: it lacks selector, token_budget$"),
-        (lambda: register_method("passages", Passages), "method: it lacks reused_tokens$"),
+        (
+            lambda: register_method("unplanned", Unplanned),
+            "unplanned cannot be registered: it lacks positions_to_compute$",
+        ),
+        (lambda: register_method("unselecting", Unselecting), "registered: it lacks selector, token_budget$"),
+        (lambda: register_method("passages", Passages), "registered: it lacks reused_tokens$"),
         (
             lambda: register_method("unbudgeted", Unbudgeted),
             "it has selector, token_budget, but does not derive from B",
@@ -170,6 +214,13 @@ class Half(DecodeIndex):
         (lambda: make_method(Unbudgeted()), "Unbudgeted cannot be used as a method: it has selector, token_budget"),
         (lambda: make_method(Unheard()), "it has observer, but does not derive from ForConversation"),
         (lambda: register_index("half", Half), "it lacks build, chunks, rank_together"),
+        (lambda: register_index("bare", Bare), "it is not a dataclass"),
+        (lambda: Unplaced(), "geometry must be a Geometry, not 3"),
+        (lambda: Unevicting(), "unknown eviction policy 'mine'"),
+        (lambda: register_codec(halves(encode=in_place)), "encode changes the tensor that it gets"),
+        (lambda: register_codec(halves(encode=over_all)), "encodes a token of a head differently"),
+        (lambda: register_codec(halves(decode=lambda fields, dtype: fields[0].to(dtype) / 0)), "as NaN, infinity"),
+        (lambda: register_codec(halves(decode=lambda fields, dtype: fields[0].to(dtype) * 0)), "or all as 0"),
         (lambda: register_codec(type("Nameless", (), {"name": "nameless"})()), "it lacks lossless"),
         (lambda: register_codec(type("Class", (), {"name": "class"})), "it is a class"),
         (lambda: register_codec(halves(lossless=True)), "only raw may be"),
@@ -270,6 +321,76 @@ def test_a_faulty_selection_is_refused(kind, model, store):
     make, reason = FAULTS[kind]
     with pytest.raises(ConfigError, match=f"Faulty selected .*{reason}"):
         ask(model, store, question(prompt(PREFIX)), ByFaulty(0.25, make=make))
+
+
+@dataclass(frozen=True)
+class ByLayer(Selector):
+    """Selector that notes which layers it selects for."""
+
+    seen: list = field(default_factory=list)
+
+    def choose(self, asked: SelectionInput) -> Selection:
+        self.seen.append(asked.layer)
+        return Selection(np.arange(asked.count)[None], np.zeros((1, asked.chunks.tokens), np.float32))
+
+
+@pytest.mark.parametrize("reselect", [False, True])
+@pytest.mark.parametrize("period", [1, 2])
+def test_a_selector_knows_its_layer(model, store, monkeypatch, reselect, period):
+    selector = ByLayer(period=period)
+    monkeypatch.setattr(ByFaulty, "selector", lambda self: selector)
+    ask(model, store, question(prompt(PREFIX)), ByFaulty(0.25, reselect=reselect))
+    firsts = list(range(0, model.config.num_hidden_layers, period))
+    assert selector.seen[: len(firsts)] == firsts
+    assert selector.seen == firsts * (len(selector.seen) // len(firsts))
+    assert (len(selector.seen) > len(firsts)) == reselect
+
+
+# --- an index whose results cannot be used
+
+
+@dataclass(frozen=True, eq=False)
+class FaultyIndex(ClusterIndex):
+    """Index that returns what `results` makes of a true result, by the name of the method."""
+
+    results: ClassVar[dict] = {}
+
+    @classmethod
+    def build(cls, keys, chunk_tokens):
+        return cls.results.get("build", lambda index: index)(super().build(keys, chunk_tokens))
+
+    @classmethod
+    def rank_together(cls, indexes, query, scaling, count):
+        ranked = super().rank_together(indexes, query, scaling, count)
+        return cls.results.get("rank", lambda ranked: ranked)(ranked)
+
+
+INDEX_FAULTS = {
+    "none": ("rank", lambda ranked: None, "returned a NoneType"),
+    "numpy": ("rank", lambda ranked: ranked.numpy(), "returned a ndarray"),
+    "float": ("rank", lambda ranked: ranked.float(), "returned torch.float32"),
+    "flat": ("rank", lambda ranked: ranked[0], "it must return a tensor, int64"),
+    "one head": ("rank", lambda ranked: ranked[:1], "it must return a tensor, int64"),
+    "fewer": ("rank", lambda ranked: ranked[:, :-1], "it must return a tensor, int64"),
+    "twice": ("rank", lambda ranked: ranked[:, :1].expand_as(ranked), "not distinct"),
+    "beyond": ("rank", lambda ranked: ranked + 1000, "not distinct and from 0 to"),
+    "negative": ("rank", lambda ranked: -1 - ranked, "not distinct and from 0 to"),
+    "another": ("build", lambda index: index.centroids, "returned a Tensor"),
+    "heads": ("build", lambda index: FaultyIndex(8, index.centroids[:1], index.cluster_of[:1]), "are expected"),
+    "chunks": ("build", lambda index: FaultyIndex(8, index.centroids, index.cluster_of[:, 1:]), "are expected"),
+}
+
+
+@pytest.mark.parametrize("kind", INDEX_FAULTS)
+def test_a_faulty_result_of_an_index_is_refused(kind, model, tmp_path, monkeypatch):
+    where, make, reason = INDEX_FAULTS[kind]
+    monkeypatch.setattr(DECODE_INDEXES, "_parts", dict(DECODE_INDEXES._parts))
+    monkeypatch.setattr(FaultyIndex, "results", {where: make})
+    register_index("faulty", FaultyIndex)
+    method = KVDrive(0.25, index="faulty", local=16)
+    with KVStore(tmp_path, engine="posix") as store, pytest.raises(ConfigError, match=f"FaultyIndex.{where}.*{reason}"):
+        fill(store, model, prompt(PREFIX), method)
+        ask(model, store, question(prompt(PREFIX)), method)
 
 
 @pytest.mark.parametrize("tokens", [0, -1, 48.0])

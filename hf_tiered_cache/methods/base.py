@@ -22,6 +22,7 @@ from ..store import EXACT
 from ..store.codecs import RAW, coded_provenance, make_codec
 from ..store.geometry import Geometry
 from ..store.shape import SegmentShape
+from ..tiers.scores import make_policy
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -59,6 +60,8 @@ class Method(ABC):
     def __post_init__(self) -> None:
         names = [option.name for option in fields(self) if option.type in ("bool", bool)]
         check_switches(**{name: getattr(self, name) for name in names})
+        require(isinstance(self.geometry, Geometry), "geometry", "a Geometry", self.geometry)
+        make_policy(self.policy)  # which knows their names
         if self.geometry.pairs:
             raise ConfigError(
                 "the geometry of a method has no pairs of layers; only stored segments have them (see `join_segments`)"

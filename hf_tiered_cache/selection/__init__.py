@@ -13,7 +13,10 @@ def _fault(name: str, part: object) -> str:
     if not (isinstance(part, type) and issubclass(part, DecodeIndex)):
         return f"it is not a subclass of DecodeIndex: {part!r}"
     missing = ", ".join(sorted(getattr(part, "__abstractmethods__", ())))
-    return f"it lacks {missing}" if isabstract(part) else ""
+    if isabstract(part):
+        return f"it lacks {missing}"
+    is_dataclass_itself = "__dataclass_fields__" in vars(part)
+    return "" if is_dataclass_itself else "it is not a dataclass; decorate it with @dataclass(frozen=True, eq=False)"
 
 
 DECODE_INDEXES: Registry[type[DecodeIndex]] = Registry(

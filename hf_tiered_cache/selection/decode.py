@@ -167,6 +167,7 @@ class TokenDecodeSelector(DecodeSelector):
                 self.prefixes[state.prefix].chunks(layer, self.selector.per_head),
                 state.window.num_columns,
                 tuple if self.indexes is None else partial(self.indexes.held, layer, state.prefix),
+                layer,
             )
             tokens = self.selector.reselect(request, state.window.columns)  # a chunk is a token
             check_selection(self.selector, tokens, request)

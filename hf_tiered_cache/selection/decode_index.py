@@ -10,10 +10,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
+import numpy as np
 import torch
 from torch.nn.functional import pad
+
+from ..errors import ConfigError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -92,6 +95,14 @@ class DecodeIndex(ABC):
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors().values())
 
+    @property
+    def kv_heads(self) -> int:
+        """Number of KV heads."""
+        return len(next(iter(self.tensors().values())))
+
+
+_Index = TypeVar("_Index", bound=DecodeIndex)
+
 
 def rank(indexes: Sequence[DecodeIndex], query: torch.Tensor, scaling: float | None, count: int) -> torch.Tensor:
     """Rank the chunks of all `indexes` together by how much attention queries pay them. Does not wait for the device.
@@ -105,8 +116,46 @@ def rank(indexes: Sequence[DecodeIndex], query: torch.Tensor, scaling: float | N
     Returns:
         Chunks, int64 `[kv_heads, count]`, best first, numbered across all indexes; the first chunk wins ties.
     """
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return type(indexes[0]).rank_together(indexes, query, scaling, count)
+    scaling, kind = query.shape[-1] ** -0.5 if scaling is None else scaling, type(indexes[0])
+    ranked = kind.rank_together(indexes, query, scaling, count)
+    expected = indexes[0].kv_heads, count
+    if not isinstance(ranked, torch.Tensor) or ranked.dtype != torch.int64 or ranked.shape != expected:
+        is_tensor = isinstance(ranked, torch.Tensor)
+        form = f"{ranked.dtype} {list(ranked.shape)}" if is_tensor else f"a {type(ranked).__name__}"
+        raise ConfigError(
+            f"{kind.__name__}.rank_together returned {form}; it must return a tensor, int64 {list(expected)}"
+        )
+    return ranked
+
+
+def check_ranking(indexes: Sequence[DecodeIndex], ranked: np.ndarray) -> None:
+    """Check chunks that `rank` returned, int64 `[kv_heads, count]`, on the host.
+
+    Raises ConfigError if some are no chunks of these indexes, or occur twice.
+    """
+    total, ascending = sum(index.chunks for index in indexes), np.sort(ranked, axis=1)
+    if ascending[:, 0].min() < 0 or ascending[:, -1].max() >= total or (np.diff(ascending, axis=1) == 0).any():
+        raise ConfigError(
+            f"{type(indexes[0]).__name__}.rank_together returned chunks that are not distinct and from 0 to {total - 1}"
+        )
+
+
+def build_index(kind: type[_Index], keys: torch.Tensor, chunk_tokens: int) -> _Index:
+    """Return the index of a type for `keys`, `[kv_heads, tokens, dim]`. See `DecodeIndex.build`.
+
+    Raises:
+        ConfigError: The result does not describe all chunks of all heads.
+    """
+    index, num_chunks = kind.build(keys, chunk_tokens), -(-keys.shape[1] // chunk_tokens)
+    if not isinstance(index, kind):
+        raise ConfigError(f"{kind.__name__}.build returned a {type(index).__name__}")
+    if index.chunks != num_chunks or any(len(tensor) != len(keys) for tensor in index.tensors().values()):
+        shapes = [list(tensor.shape) for tensor in index.tensors().values()]
+        raise ConfigError(
+            f"{kind.__name__}.build returned an index of {index.chunks} chunks with tensors {shapes}; {num_chunks} "
+            f"chunks and tensors [{len(keys)}, ...] are expected"
+        )
+    return index
 
 
 def head_slices(keys: torch.Tensor) -> Iterator[slice]:

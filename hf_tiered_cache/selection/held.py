@@ -24,7 +24,7 @@ import torch
 
 from ..errors import ConfigError, unknown_name
 from ..store.memory import to_device
-from .decode_index import DecodeIndex
+from .decode_index import DecodeIndex, build_index
 
 INDEXED_TOKENS = 1024
 """Number of tokens that are offloaded together and share one index."""
@@ -340,7 +340,7 @@ def append_offloaded(
     Rotated keys and values are `[kv_heads, tokens, dim]`, and `chunk_tokens` divides tokens. Without a `previous`, the
     first offloaded chunk has the number `first`.
     """
-    index = kind.build(keys, chunk_tokens)
+    index = build_index(kind, keys, chunk_tokens)
     blocks = [tensor.unflatten(1, (-1, chunk_tokens)).cpu() for tensor in (keys, values)]
     if previous is None:
         return OffloadedChunks(first, blocks[0].clone(), blocks[1].clone(), (index,))

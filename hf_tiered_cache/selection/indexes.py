@@ -15,7 +15,7 @@ from ..restore.rows import SegmentSlice
 from ..store.disk import SegmentStore
 from ..store.segment import SegmentReader
 from ..tiers.index_cache import IndexKey
-from .decode_index import DecodeIndex
+from .decode_index import DecodeIndex, build_index
 from .fetched import Request, Rotate, RowPrefix, RowTokens, UnitTable
 
 _VERSION = 2
@@ -294,7 +294,7 @@ class RowIndexes:
     def _build(self, run: _Run, layer: int, keys: torch.Tensor) -> None:
         """Build the index of a slice from its keys, or from those of its whole segment."""
         with self._fetcher.collector.timing("index_seconds"):
-            index = self._kind.build(keys, self.chunk_tokens)
+            index = build_index(self._kind, keys, self.chunk_tokens)
         (piece,) = run.pieces
         if keys.shape[1] < piece.reader.shape.tokens:
             run.index = self._admit(run.pieces, layer, index)

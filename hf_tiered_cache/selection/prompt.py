@@ -209,6 +209,7 @@ class SelectiveRestore:
                     row.chunks(layer, self.selector.per_head),
                     budget.held,
                     tuple if indexes is None else partial(indexes.of, layer, place, rotate_),
+                    layer,
                 )
                 choice = self.selector.choose(request)
                 check_mass(self.selector, choice, request, self._method)

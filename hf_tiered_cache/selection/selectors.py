@@ -126,6 +126,7 @@ class SelectionInput:
         chunks: Chunks that hold the restored tokens.
         count: Number of tokens to select.
         indexes: Function that returns the decode indexes of these keys, for selectors that use them.
+        layer: Index of the layer: of the first one of those that share the selection.
     """
 
     query: torch.Tensor
@@ -135,6 +136,7 @@ class SelectionInput:
     chunks: ChunkMap
     count: int
     indexes: Callable[[], Sequence[DecodeIndex]] = tuple
+    layer: int = 0
 
 
 @dataclass(frozen=True)

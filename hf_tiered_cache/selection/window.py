@@ -14,7 +14,7 @@ import torch
 from ..store.memory import to_host
 from .clusters import ClusterIndex
 from .decode import Choice, DecodeSelector
-from .decode_index import DecodeIndex, rank
+from .decode_index import DecodeIndex, check_ranking, rank
 from .held import INDEXED_TOKENS, HeldChunks, Window, append_offloaded
 from .indexes import RowIndexes
 from .selectors import Selection, SelectionInput, Selector, budgeted_tokens
@@ -104,7 +104,9 @@ class ByIndex(Selector):
         span, mass = self.span(request.chunks.tokens, request.count), np.zeros((1, request.chunks.tokens), np.float32)
         if span is None:
             return Selection(np.arange(request.count)[None], mass)
-        (ranked,) = to_host(self.rank(request.indexes(), request.query, request.scaling, span))
+        indexes = request.indexes()
+        (ranked,) = to_host(self.rank(indexes, request.query, request.scaling, span))
+        check_ranking(indexes, ranked)
         return Selection(span.tokens_of(np.sort(self.candidates(ranked, span)[:, : span.chunks], axis=1)), mass)
 
     def rank(
@@ -165,9 +167,10 @@ class WindowDecodeSelector(DecodeSelector):
             if state.offloaded is not None:
                 indexes = [*indexes, *state.offloaded.indexes]
                 span = replace(span, offloaded=state.offloaded.numbers)
-            ranked.append((row, span, selector.rank(indexes, query[row], scaling, span)))
+            ranked.append((row, span, indexes, selector.rank(indexes, query[row], scaling, span)))
         choices: dict[int, Choice] = {}
-        for (row, span, _), ranking in zip(ranked, to_host(*(entry[2] for entry in ranked)), strict=True):
+        for (row, span, indexes, _), ranking in zip(ranked, to_host(*(entry[3] for entry in ranked)), strict=True):
+            check_ranking(indexes, ranking)
             pool = selector.candidates(ranking, span)
             choices[row] = pool[:, : span.chunks], pool
         return choices

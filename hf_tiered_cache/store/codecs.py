@@ -175,8 +175,17 @@ def _fault(name: str, part: object) -> str:
     if codec.lossless:
         return "it is lossless, and only raw may be: exact KV is stored unchanged"
     tensor = torch.linspace(-1, 1, 2 * 3 * 64).view(2, 3, 64)
+    given = tensor.clone()
     try:
-        checked_decode(codec, checked_encode(codec, tensor), tensor.dtype, tensor.shape[-1])
+        encoded = checked_encode(codec, given)
+        decoded = checked_decode(codec, encoded, tensor.dtype, tensor.shape[-1])
+        alone = checked_encode(codec, tensor[:1, 1:2].clone())
+        if not torch.equal(given, tensor):
+            return "encode changes the tensor that it gets"
+        if not all(map(torch.equal, (part[:1, 1:2] for part in encoded), alone)):
+            return "it encodes a token of a head differently if others are encoded with it, or at each call"
+        if not torch.isfinite(decoded).all() or not decoded.any():
+            return "it decodes finite numbers as NaN, infinity, or all as 0"
     except ConfigError as error:
         return str(error)
     except Exception as error:  # whatever a plug-in raises

@@ -64,6 +64,7 @@ class ObjectBackend(ABC, SegmentBackend):
         self.records = ObjectRecords(self)
         self._threads = threads
         self._pool = DaemonPool(threads, "hf-tiered-read")
+        self.is_closed = False
         self._lock = threading.Lock()
         self._uploads: set[ObjectUpload] = set()
         self.bytes_read = 0
@@ -279,6 +280,7 @@ class ObjectBackend(ABC, SegmentBackend):
 
     def close(self) -> None:
         """Wait for pending reads, but not for those that hang, and release the threads."""
+        self.is_closed = True
         self._pool.close(_CLOSE_SECONDS)
 
 

@@ -295,3 +295,11 @@ def test_an_answer_that_lacks_bytes_is_no_damage(model, objects, length):
                 with contextlib.suppress(StoreError):  # a complete list may be what an operation needs
                     operation(store)
             assert objects == before
+
+
+def test_a_backend_that_was_closed_is_refused(tmp_path):
+    backend = MemoryBackend()
+    KVStore(backend=backend).close()
+    for options in ({"backend": backend}, {"path": tmp_path, "remote": backend}):
+        with pytest.raises(ConfigError, match="this MemoryBackend was closed with a store that used it"):
+            KVStore(**options)
