@@ -83,9 +83,12 @@ KeyFile = Annotated[
 
 
 def path(store: str) -> Path:
-    """Return the folder of a store. Raises Refused for an address: only folders have what the command shows."""
+    """Return the folder of a store. Raises Refused for an address, which the command does not take."""
     if scheme_of(store):
-        raise Refused(f"{without_secrets(store)} is the address of a remote; pass the folder of a store")
+        raise Refused(
+            f"{without_secrets(store)} is an address, and this command takes folders only; in Python, "
+            "KVStore(address) has the same operations"
+        )
     return Path(store)
 
 

@@ -54,11 +54,18 @@ def serve(
     ] = None,
     *,
     store: Annotated[str, typer.Option(help="Folder of the store, created if missing, or address of a backend.")],
-    method: Annotated[str, typer.Option(help='Method that restores KV, such as "contiguous_kv:budget=0.1".')] = "exact",
+    method: Annotated[
+        str,
+        typer.Option(
+            help="Method that restores KV: auto, cache_blend, cache_tune, contiguous_kv, epic, exact, impress, krul, "
+            'kv_drive, or that of a plug-in. Settings follow its name: "contiguous_kv:budget=0.1".'
+        ),
+    ] = "exact",
     codec: Annotated[
         str | None,
         typer.Option(
-            help="Codec that stores KV: raw (default), or int8 or fp8, which are lossy and half as large as bfloat16."
+            help="Codec that stores KV: raw (default); int8 or fp8, which are lossy and half as large as bfloat16; or "
+            "one of a plug-in."
         ),
     ] = None,
     host_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Host memory for KV (default: 1GiB).")] = None,

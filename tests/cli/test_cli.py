@@ -26,6 +26,7 @@ from hf_tiered_cache import KVStore, cli
 from hf_tiered_cache.cli.contents import unique_length
 from hf_tiered_cache.methods import METHODS
 from hf_tiered_cache.store import tree
+from hf_tiered_cache.store.codecs import CODECS
 from hf_tiered_cache.store.conversations import ConversationRecord, Conversations, Ownership
 from hf_tiered_cache.store.documents import DocumentRecord, Documents, passage_name
 from hf_tiered_cache.store.kinds import record_name
@@ -728,6 +729,13 @@ def test_help_of_the_whole_names_every_command_and_typical_use(run):
     commands = ("ls", "stat", "verify", "gc", "rm", "conversations", "calibrate", "serve", "lm-eval")
     assert all(f"\n  {command} " in out for command in commands)
     assert "hf-tiered-cache gc kv-store --quota 100GiB  delete unused files and make room\n" in out
+
+
+def test_help_of_the_server_names_every_method_and_codec(run):
+    text = " ".join(run("serve", "--help")[1].split())
+    names = [name for name in METHODS if METHODS[name].__module__.startswith("hf_tiered_cache.")]
+    assert len(names) > 5 and f"KV: {', '.join(sorted(names))}, or" in text
+    assert all(name in text for name in CODECS._built_in)
 
 
 def test_version(run):

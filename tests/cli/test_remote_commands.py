@@ -235,7 +235,7 @@ def test_encrypted_segments_are_copied_with_the_key(model, place_of, tmp_path):
         (["ls", "redis://127.0.0.1:1"], "redis://127.0.0.1:1 cannot be reached (ConnectionError)"),
         (["ls", "s3://bucket"], "s3://bucket cannot be reached (no connection; check the endpoint in the environment"),
         (["ls", "redis://127.0.0.1:1/team"], "names no number of a database; write redis://host:port/database/prefix"),
-        (["top", "redis://127.0.0.1:1"], "redis://127.0.0.1:1 is the address of a remote; pass the folder of a store"),
+        (["top", "redis://127.0.0.1:1"], "redis://127.0.0.1:1 is an address, and this command takes folders only"),
     ],
 )
 def test_errors_say_what_is_wrong(arguments, message, monkeypatch, capsys, tmp_path):
