@@ -135,10 +135,11 @@ class RemoteTier:
         prompt waits since `began`.
         """
         local, now = {row.id for row in rows}, time.monotonic()
-        others = [e.row for e in entries if e.row.id not in local and self._hidden.get(e.row.id, 0.0) <= now]
-        runs = longest_prefix(prefix_hashes, [*rows, *others], start)
+        others = [entry.row for entry in entries if entry.row.id not in local]
+        usable = [row for row in others if self._hidden.get(row.id, 0.0) <= now]
+        runs = longest_prefix(prefix_hashes, [*rows, *usable], start)
         if not {run.row.id for run in runs} - local:
-            return ABSENT
+            return ABSENT if len(usable) == len(others) else UNUSABLE
         if self.fetch_breaker.is_open:
             if self.fetch_breaker.wants_probe():
                 self._fetch(next(run for run in runs if run.row.id not in local))  # nothing waits for it
