@@ -14,6 +14,8 @@ _PIECE_BYTES = 512 << 10
 ones comes from the system each time, page by page. At 4096 tokens that took longer than the rest of a restore."""
 
 
+_POSITIONS_AT_ONCE = 1 << 14
+"""Number of positions for which a module makes cos and sin at once. It needs several times the memory of the result."""
 _SAMPLED = 16
 """Number of positions at which two rotations are compared."""
 
@@ -92,9 +94,18 @@ class RotaryTable:
         pass_positions: torch.Tensor = self.call["position_ids"]
         # some frequencies depend on the largest position of a pass: append it, and cut its result off
         latest = on(positions.device, pass_positions.max()).view(1)
-        position_ids = torch.cat([positions, latest]).expand(*pass_positions.shape[:-2], 1, -1)
-        cos, sin = self.call.repeat(position_ids=position_ids)
-        return cos[:, :-1], sin[:, :-1]
+        tables: list[torch.Tensor] = []
+        first = 0
+        for some in positions.split(_POSITIONS_AT_ONCE):
+            position_ids = torch.cat([some, latest]).expand(*pass_positions.shape[:-2], 1, -1)
+            parts = [part[:, :-1] for part in self.call.repeat(position_ids=position_ids)]
+            if len(some) == len(positions):
+                return parts[0], parts[1]
+            tables = tables or [part.new_empty(part.shape[0], len(positions), part.shape[2]) for part in parts]
+            for table, part in zip(tables, parts, strict=True):
+                table[:, first : first + len(some)] = part
+            first += len(some)
+        return tables[0], tables[1]
 
     def has_positions(self, numbers: torch.Tensor) -> bool:
         """Return whether these are the positions of the table, int64 `[rows, n]`; negative ones stand for any."""
