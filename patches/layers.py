@@ -189,8 +189,8 @@ def with_copied_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[t
 def _slice_argument(name: str, value: Any, indexes: torch.Tensor, masks: tuple[str, ...], tap: RotaryTap) -> Any:
     if value is None:
         return None
-    if name == "position_ids":
-        return picked(value, indexes, 1)
+    if name == "position_ids" or (name == "position_embeddings" and isinstance(value, torch.Tensor)):
+        return picked(value, indexes, 1)  # some models pass cos and sin as one complex tensor
     if name == "position_embeddings":
         return tap.pick(value, indexes)
     if name in masks and isinstance(value, torch.Tensor) and value.ndim == 4:

@@ -83,6 +83,24 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         qk_nope_head_dim=16,
         v_head_dim=16,
     ),
+    "deepseek_v2": _spec(  # its layers get cos and sin as one complex tensor
+        "DeepseekV2ForCausalLM",
+        "DeepseekV2Config",
+        num_hidden_layers=4,
+        num_key_value_heads=4,
+        moe_intermediate_size=32,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+        kv_lora_rank=32,
+        q_lora_rank=24,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=16,
+        v_head_dim=16,
+    ),
     "falcon": _spec("FalconForCausalLM", "FalconConfig"),  # its code asks for the attention implementation by name
 }
 

@@ -35,7 +35,8 @@ from hf_tiered_cache.tiers.collector import StatsCollector
 CPU = torch.device("cpu")
 TOKENS = 198
 STORED = 192
-FAMILIES = ["llama", "qwen2", "qwen3", "gemma2", "gemma3", "mistral", "gpt_neox", "phi3", "opt", "deepseek_v3"]
+FAMILIES = ["llama", "qwen2", "qwen3", "gemma2", "gemma3", "mistral", "gpt_neox", "phi3", "opt"]
+FAMILIES += ["deepseek_v3", "deepseek_v2"]
 GREEDY = {"do_sample": False, "max_new_tokens": 12}
 RATIO = st.floats(0, 1)
 
