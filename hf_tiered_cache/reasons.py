@@ -32,7 +32,10 @@ NO_LOGITS_TO_KEEP = (
     "this model always returns the logits of all tokens (its forward has no argument logits_to_keep), so all tokens "
     "are computed; use DynamicCache with it"
 )
-ALL_STATES = "hidden states or attentions of all tokens are requested, so all tokens are computed"
+ALL_STATES = (
+    "hidden states, attentions or router logits of all tokens are requested (an argument or setting output_... is "
+    "True), so all tokens are computed"
+)
 APPROXIMATE = "the cache holds a selection of its prompt, so later tokens are computed, and neither restored nor stored"
 IN_CHUNKS = (
     "generate(prefill_chunk_size=...) passes the prompt in chunks, so the method cannot keep its budget, and chunks "

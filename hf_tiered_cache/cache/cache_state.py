@@ -126,12 +126,12 @@ class CacheState:
     ) -> tuple[Request, SequenceState] | str:
         """Return the request and the sequence that it begins or continues, or the reason why there is none."""
         sequence, num_positions = self.sequence, cache.get_seq_length()
+        if any(source.is_edited for source in cache.kv_sources):
+            return reasons.EDITED
         if num_positions != (0 if sequence is None else sequence.history.num_positions):
             return reasons.FILLED_ELSEWHERE
         if sequence is not None:
             sequence.recorder.end_interrupted()
-        if any(source.is_edited for source in cache.kv_sources):
-            return reasons.EDITED
         if not num_positions:
             sequence = None  # rows, padding and model may differ from those before a crop or a failed pass
         pads, check = (None, None) if sequence is None else (sequence.history.pads, sequence.recorder.check)
@@ -234,6 +234,10 @@ class CacheState:
                 sequence.recorder.abandon()
             return max(num_positions, history.num_positions)
         shared = num_common(history, prompt, None if sequence is None else mask)
+        if sequence is not None and sequence.identity.rope_varies:
+            length = prompt.shape[1] - min(history.pads)
+            if rope_regime(self.attachment.config, length) != sequence.regime:  # other frequencies in all positions
+                shared = 0
         dropped = num_positions - shared
         if dropped > 0 and self.options.strict:
             raise CacheMismatchError(

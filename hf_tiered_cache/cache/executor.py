@@ -34,6 +34,10 @@ PREFILL_TRIES = 2
 """Number of times that prefill goes back because stored pieces have disappeared; then the rest is computed at once."""
 
 
+_ROUTER_LOGITS = "output_router_logits"
+"""Argument, and setting of the configuration, for an output that `generate()` discards."""
+
+
 class _DisturbedError(Exception):
     """Pass during which the first pass of an engine of continuous batching began. It is undone and run again."""
 
@@ -43,6 +47,8 @@ class Executor(CacheState):
 
     forward_pass: ForwardPass | None = None
     """Pass that is running, or None."""
+    generates = False
+    """True while `generate()` runs."""
     restored: RestoredRun | None = None
     """Segments restored by the pass of the last prompt, for a spot check."""
     _unstored: ComputedPrefix | None = None  # that of the last pass, until it is committed
@@ -52,6 +58,9 @@ class Executor(CacheState):
     def run(self, cache: LayeredCache, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
         """Run one forward pass of the model; `kwargs` holds all its arguments by name."""
         conversation, is_prompt = self.conversation, self.unreported
+        discards = is_prompt and self.generates and kwargs.get(_ROUTER_LOGITS) is None
+        if discards and getattr(self.attachment.config, _ROUTER_LOGITS, False):
+            kwargs = kwargs | {_ROUTER_LOGITS: False}
         if conversation is not None:
             conversation.begin_pass(is_prompt, not cache.get_seq_length(), kwargs.get("input_ids"))
         with torch.no_grad():  # stored KV has no gradient

@@ -280,9 +280,14 @@ def parse_request(
 
 
 def asks_for_all(kwargs: dict[str, Any], config: PreTrainedConfig) -> bool:
-    """Return whether a pass requests outputs that need every token to be computed."""
-    outputs = ((kwargs.get(name), name) for name in ("output_hidden_states", "output_attentions"))
-    return any(getattr(config, name, False) if value is None else value for value, name in outputs)
+    """Return whether a pass requests outputs that need every token to be computed, such as hidden states.
+
+    The arguments, and the settings of the configuration in their place, are named `output_...`.
+    """
+    requested = {name: True for name, value in vars(config).items() if name.startswith("output_") and value is True}
+    requested |= {name: bool(getattr(config, name, False)) for name in ("output_hidden_states", "output_attentions")}
+    given = {name: value for name, value in kwargs.items() if name.startswith("output_") and value is not None}
+    return any((requested | given).values())
 
 
 def _select_positions(value: torch.Tensor, index: slice | torch.Tensor) -> torch.Tensor:

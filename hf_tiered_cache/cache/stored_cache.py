@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -43,7 +43,6 @@ class StoredCache(Cache, ServedCache):
         super().__init__(layers=layers)
         self.kv_sources = kv_sources(layers)
         """Layers that hold KV of their own."""
-        self._generates = False  # whether `generate()` is running
         storage.note_policy(method)
         self._executor = Executor(attachment, storage, method.coded(storage.codec), options, StatsCollector())
 
@@ -56,6 +55,12 @@ class StoredCache(Cache, ServedCache):
     def attachment(self) -> Attachment:
         """Attachment of the model."""
         return self._executor.attachment
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]]:
+        """Yield keys, values and sliding window of each layer, as `DynamicCache` does."""
+        for layer in cast(list[DenseSource], self.layers):
+            window = getattr(layer, "window", 0)
+            yield layer.keys, layer.values, torch.tensor(window) if window else None
 
     @property
     def model(self) -> PreTrainedModel:
@@ -112,13 +117,13 @@ class StoredCache(Cache, ServedCache):
                 f"this cache belongs to another {type(self.model).__name__}; create one for this model"
             )
         output = self._executor.run(self, forward, kwargs)
-        if not self._generates and self._executor.restored is not None:
+        if not self._executor.generates and self._executor.restored is not None:
             self.end_generation()
         return output
 
     def end_generation(self) -> None:
         """End a `generate()`: check some of the restored tokens, if that is due (see `SpotChecks`)."""
-        self._generates = False
+        self._executor.generates = False
         executor, checks = self._executor, self._executor.store.spot_checks
         run, executor.restored = executor.restored, None
         sequence = executor.sequence
@@ -146,7 +151,7 @@ class StoredCache(Cache, ServedCache):
         executor, sequence = self._executor, self._executor.sequence
         options = replace(executor.options, record=False, progress=False)
         again = StoredCache.over(self.model, executor.store, Exact(recompute=0.0, decline=False), options)
-        again._generates = True  # exempt from spot checks
+        again._executor.generates = True  # exempt from spot checks
         with torch.no_grad():
             ids = tokens.to(executor.attachment.devices[0])[None]  # [1, tokens]
             self.attachment.forward(ids, again, logits_to_keep=HASH_TOKENS, **again.positions(ids))
@@ -178,7 +183,8 @@ class StoredCache(Cache, ServedCache):
             CacheMismatchError: The cache is strict, and holds other tokens.
             ConfigError, ConversationInUseError: See `Conversation.begin_pass`.
         """
-        executor, self._generates = self._executor, True
+        executor = self._executor
+        executor.generates = True
         if executor.conversation is not None:
             executor.conversation.begin_pass(is_prompt=True, is_empty=True, ids=input_ids)
         mask = mask.repeat_interleave(copies, dim=0) if isinstance(mask, torch.Tensor) else None

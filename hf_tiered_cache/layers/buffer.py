@@ -30,7 +30,7 @@ class KVBuffer:
         self._keys: torch.Tensor | None = None
         self._values: torch.Tensor | None = None
         self._start = self._stop = self._first = 0
-        self._shared = False
+        self._shared = self._assigned = False
         self._content: tuple[torch.Tensor | None, int, int] = (None, 0, 0)  # keys, and versions of keys and values
 
     def note_content(self) -> None:
@@ -41,7 +41,9 @@ class KVBuffer:
 
     @property
     def is_edited(self) -> bool:
-        """True if held keys or values were changed in place since the last pass, as far as PyTorch counts changes."""
+        """True if held keys or values were replaced, or changed in place since the last pass, as PyTorch counts it."""
+        if self._assigned:
+            return True
         keys, values = self._keys, self._values
         if keys is None or values is None or self._content[0] is not keys:
             return False
@@ -49,13 +51,32 @@ class KVBuffer:
 
     @property
     def keys(self) -> torch.Tensor | None:
-        """View of the held keys, `[batch, key_heads, held, key_dim]`; None without a buffer."""
+        """View of the held keys, `[batch, key_heads, held, key_dim]`; None without a buffer.
+
+        Other code may replace keys and values, for example to compress a cache. Both have the same length by the next
+        pass, which neither restores nor stores anything.
+        """
         return None if self._keys is None else self._keys.narrow(2, self._start, self.held)
+
+    @keys.setter
+    def keys(self, keys: torch.Tensor) -> None:
+        self._assign(keys, self.values)
 
     @property
     def values(self) -> torch.Tensor | None:
-        """View of the held values, `[batch, value_heads, held, value_dim]`; None without a buffer."""
-        return None if self._values is None else self._values.narrow(2, self._start, self.held)
+        """View of the held values, `[batch, value_heads, held, value_dim]`; None without a buffer. See `keys`."""
+        if self._values is None or self._keys is None or self._keys.shape[2] == self.held:  # all, if they were replaced
+            return self._values
+        return self._values.narrow(2, self._start, self.held)
+
+    @values.setter
+    def values(self, values: torch.Tensor) -> None:
+        self._assign(self.keys, values)
+
+    def _assign(self, keys: torch.Tensor | None, values: torch.Tensor | None) -> None:
+        """Hold other keys and values, in tensors of somebody else, which are not written to."""
+        held = 0 if keys is None else keys.shape[2]
+        self.__dict__.update(_keys=keys, _values=values, _start=0, _stop=held, _shared=True, _assigned=True)
 
     @property
     def num_positions(self) -> int:

@@ -72,7 +72,7 @@ class RefiningPass(RestoringPass, Protocol):
         """Compare stored and computed KV, `[batch, heads, n, dim]` each, to decide what later layers compute."""
 
 
-class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys and values are views here
+class DenseSource(KVBuffer, CacheLayerMixin):
     """Cache layer with full attention that holds all computed and restored positions.
 
     A pass that restores begins with `begin_pass`. Every pass calls `append`, from the cache's `update`, and `attend`,

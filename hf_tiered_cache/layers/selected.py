@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..errors import LostKVError, RestoreError
+from ..errors import CacheMismatchError, LostKVError, RestoreError
 from ..patches.scope import Attended, AttentionCall
 from ..patches.tap import PreRopeKV
 from ..restore.plan import BudgetPlan
@@ -63,6 +63,14 @@ class SelectedSource(DenseSource):
         if pre_rope.rotated == "value":
             raise restoring.cannot_select()
         return keys, values
+
+    def _assign(self, keys: torch.Tensor | None, values: torch.Tensor | None) -> None:
+        if self.unused or self.decode_selector is not None:
+            raise CacheMismatchError(
+                "the keys and values of a layer that attends to a part of its prompt cannot be replaced; use the exact "
+                "method"
+            )
+        super()._assign(keys, values)
 
     def begin_pass(self, restoring: RestoringPass) -> None:
         plan = restoring.plan

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from families import build, prompt
+from families import build, longrope, prompt
 from thorough import pairs
 
 from hf_tiered_cache import CacheMismatchError, KVStore, TieredCache, reasons
@@ -47,6 +47,17 @@ def test_a_copied_prompt_goes_on_in_several_ways(model, store):
         assert torch.equal(model.generate(whole, past_key_values=cache, **GREEDY), plain(model, whole))
         assert cache.stats.details.tokens_dropped == 1
     assert begun.get_seq_length() == 60
+
+
+@pytest.mark.parametrize("lengths", [(100, 45), (45, 100), (100, 64, 120)])
+def test_a_prompt_with_other_frequencies_is_computed_as_by_a_new_cache(store, lengths):
+    """Longrope has other frequencies in prompts of more than 64 tokens, so nothing that the cache holds fits them."""
+    model, whole = build("llama", rope_parameters=longrope(64)), prompt(120)
+    cache = TieredCache(model, store)
+    options = GREEDY | {"output_logits": True, "return_dict_in_generate": True}
+    for length in lengths:
+        found, right = (model.generate(whole[:, :length], past_key_values=c, **options) for c in (cache, None))
+        assert torch.equal(found.sequences, right.sequences) and torch.equal(found.logits[0], right.logits[0])
 
 
 @pytest.mark.parametrize("pad", [0, 3])

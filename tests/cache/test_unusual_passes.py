@@ -11,7 +11,7 @@ from hypothesis import event, example, given, settings
 from hypothesis import strategies as st
 from transformers import DynamicCache, LlamaForCausalLM, RobertaConfig, RobertaForCausalLM
 
-from hf_tiered_cache import KVStore, TieredCache, attach, reasons
+from hf_tiered_cache import CacheMismatchError, KVStore, TieredCache, attach, reasons
 
 LAYERS = 4
 LARGE = {"initializer_range": 0.3}
@@ -205,6 +205,102 @@ def test_a_cache_whose_kv_was_edited_neither_stores_nor_restores(scaled, tmp_pat
         assert cache.stats.tokens_restored == 32
         assert reasons.EDITED in cache.stats.reasons
     assert_right(tmp_path, scaled, [ids])
+
+
+@pytest.mark.parametrize("in_turn", [False, True], ids=["keys, then values", "layer by layer"])
+@pytest.mark.parametrize("dropped", [0, 8])
+@pytest.mark.parametrize("stored", [False, True])
+def test_keys_and_values_may_be_replaced_by_fewer(scaled, tmp_path, in_turn, dropped, stored):
+    """Code that compresses caches assigns other tensors to the layers of a `DynamicCache`."""
+    ids, more = prompt(40), [prompt(n, seed=n) for n in (1, 3, 1)]
+
+    def answers(cache):
+        found = [last_logits(scaled, ids, cache, logits_to_keep=1)]
+        for layer in cache.layers:
+            keys = layer.keys[:, :, dropped:].clone()
+            if in_turn:
+                layer.keys = keys
+                layer.values = layer.values[:, :, dropped:]
+            else:
+                layer.keys, layer.values = keys, layer.values[:, :, dropped:]
+            assert layer.keys is not None and layer.keys.shape == layer.values.shape
+        assert cache.get_seq_length() == 40 - dropped
+        for some in more:
+            found.append(last_logits(scaled, some, cache))
+        cache.crop(-2)
+        return [*found, last_logits(scaled, more[0], cache)]
+
+    with KVStore(tmp_path, **QUIET) as store:
+        if stored:
+            store.precompute(scaled, ids, progress=False)
+        cache = TieredCache(scaled, store)
+        for found, right in zip(answers(cache), answers(DynamicCache(config=scaled.config)), strict=True):
+            torch.testing.assert_close(found, right, rtol=0, atol=1e-9)
+        assert reasons.EDITED in cache.stats.reasons
+        del cache
+        store.flush()
+        assert {row.tokens for row in store.segments()} <= {32, 40}
+    assert_right(tmp_path, scaled, [torch.cat([ids, *more], 1), torch.cat([ids[:, 8:], *more], 1)])
+
+
+@pytest.mark.parametrize("method", ["contiguous_kv:budget=0.5", "kv_drive:budget=0.5"])
+def test_a_selection_cannot_be_replaced(tmp_path, method):
+    model, ids = build("llama"), prompt(400)
+    with KVStore(tmp_path, **QUIET) as store:
+        store.precompute(model, ids[:, :384], method=method, progress=False)
+        cache = TieredCache(model, store, method=method)
+        last_logits(model, ids, cache, logits_to_keep=1)
+        with pytest.raises(CacheMismatchError, match="attends to a part of its prompt cannot be replaced"):
+            cache.layers[0].keys = cache.layers[0].keys[:, :, 8:]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_layers_are_iterated_as_those_of_a_dynamic_cache(tmp_path, family):
+    model, ids = build(family), prompt(60)
+    dynamic = DynamicCache(config=model.config)
+    with KVStore(tmp_path, **QUIET) as store:
+        cache = TieredCache(model, store)
+        for each in (dynamic, cache):
+            last_logits(model, ids, each)
+        for layer, right in zip(cache, dynamic, strict=True):
+            for tensor, expected_tensor in zip(layer, right, strict=True):
+                is_none = tensor is None and expected_tensor is None
+                assert is_none or torch.equal(tensor, expected_tensor)
+
+
+@pytest.mark.parametrize("pad", [0, 5])
+def test_router_logits_that_generate_discards_keep_nothing_from_being_restored(tmp_path, pad):
+    model, ids = build("qwen3_moe"), prompt(80)
+    model.config.output_router_logits = True
+    mask = torch.ones_like(ids)
+    mask[:, :pad] = 0
+    options = {"attention_mask": mask, "do_sample": False, "max_new_tokens": 1}
+    with KVStore(tmp_path, **QUIET) as store:
+        for restored in (0, min((80 - pad) // 16 * 16, 79 - pad)):
+            cache = TieredCache(model, store)
+            found = model.generate(ids, past_key_values=cache, **options)
+            assert torch.equal(found, model.generate(ids, **options)) and cache.stats.tokens_restored == restored
+
+
+@pytest.mark.parametrize("where", ["argument", "config"])
+def test_router_logits_are_those_of_all_tokens(tmp_path, where):
+    model, ids = build("qwen3_moe"), prompt(80)
+    options = {"output_router_logits": True} if where == "argument" else {}
+    model.config.output_router_logits = where == "config"
+
+    def outputs(cache):
+        with torch.no_grad():
+            mask = torch.ones_like(ids)
+            return model(input_ids=ids, past_key_values=cache, attention_mask=mask, logits_to_keep=1, **options)
+
+    right = outputs(DynamicCache(config=model.config))
+    with KVStore(tmp_path, **QUIET) as store:
+        store.precompute(model, ids, progress=False)
+        cache = TieredCache(model, store)
+        found = outputs(cache)
+        assert cache.stats.reason == reasons.ALL_STATES
+    assert torch.equal(found.logits, right.logits) and torch.equal(found.aux_loss, right.aux_loss)
+    assert all(map(torch.equal, found.router_logits, right.router_logits))
 
 
 @pytest.mark.parametrize("record", [True, False])
