@@ -157,7 +157,7 @@ class Fingerprinter:
                 self._caches.update(self._description.caches)
             if begins_request:
                 torch.clear_autocast_cache()  # it may hold casts of earlier weights
-            problem = active_mode() or changed_kernel(begins_request) or self._caches.problem()
+            problem = self._caches.problem() or active_mode() or changed_kernel(begins_request)
             key = tag, problem, computing_state(self._devices)
             if key not in self._identities:
                 self._identities[key] = self._identify(*key)
