@@ -204,7 +204,8 @@ def main() -> None:
         document = {"machine": machine(torch.device("cpu"), Path(temporary)), "options": options}
         document["results"] = run(arguments, Path(temporary))
     document["slopes"] = slopes(document["results"])
-    save(arguments.out, f"memory-{arguments.shape}-{arguments.layers}l-cpu", document, report(document), plot)
+    layers = arguments.layers or SHAPES[arguments.shape]["num_hidden_layers"]
+    save(arguments.out, f"memory-{arguments.shape}-{layers}l-cpu", document, report(document), plot)
     print(report(document))
 
 
