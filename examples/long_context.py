@@ -237,7 +237,7 @@ def answer_with_all(arguments: argparse.Namespace) -> dict[str, Any]:
             )
         forget_question()
         agreeing += int((full_logits.argmax(1) == logits.argmax(1)).sum())
-        log_probs = logits.log_softmax(1), full_logits.log_softmax(1)  # [new tokens, vocabulary]
+        log_probs = logits.double().log_softmax(1), full_logits.double().log_softmax(1)  # [new tokens, vocabulary]
         divergences += torch.nn.functional.kl_div(*log_probs, log_target=True, reduction="none").sum(1).tolist()
     return memory_figures | {
         "answers": answers,

@@ -94,6 +94,8 @@ class SegmentStore(Space):
 
     def hides_any(self, prefix_hashes: Sequence[bytes]) -> bool:
         """Return whether a segment that `find` would return is hidden."""
+        if not self._failures:
+            return False
         return any(self.is_hidden(row.id) for row in self.index.beginning_with(prefix_hashes))
 
     def reader(self, segment_id: str) -> SegmentReader | None:
