@@ -277,25 +277,40 @@ class StoreContents:
 # --- documents
 
 
-def enter_documents(storage: Storage, records: Sequence[DocumentRecord]) -> int:
-    """Save the records of labels, and delete replaced passages unless other labels name them; return their number.
+def enter_documents(
+    storage: Storage, records: Sequence[DocumentRecord], incomplete: Collection[str] = ()
+) -> tuple[int, list[str]]:
+    """Save the records of labels, and delete replaced passages unless other labels name them.
 
     The new passages must be durable. At any time, a label names either its old or its new passages, even if a process
-    is killed. In that case, `gc` or the next save of the label deletes the replaced passages. Raises StoreError or
-    OSError if not all labels were saved.
+    is killed. In that case, `gc` or the next save of the label deletes the replaced passages.
+
+    Args:
+        storage: Storage of the documents.
+        records: New records.
+        incomplete: Labels of which not all new passages are stored. They are not saved if some old passages are stored.
+
+    Returns:
+        Number of deleted segments, and the labels that were not saved.
+
+    Raises:
+        StoreError, OSError: Not all labels were saved.
     """
     if not records:
-        return 0
+        return 0, []
     if not storage.disk.backend.writable:
         raise StoreError(f"{storage.place} is not writable, so labels cannot be saved")
     documents = storage.documents
     with storage.disk.backend.locked():
-        records = [record.in_place_of(documents.read(*record.key)) for record in records]
+        before = {record.label: documents.read(*record.key) for record in records}
+        rows = storage.disk.index.rows()
+        kept = [label for label in incomplete if (old := before[label]) is not None and rows_of(old.passages, rows)]
+        records = [record.in_place_of(before[record.label]) for record in records if record.label not in kept]
         passage_names = {name for record in records for name in record.passages}
-        kept_ids = [row.id for row in rows_of(passage_names, storage.disk.index.rows())]
+        kept_ids = [row.id for row in rows_of(passage_names, rows)]
         storage.disk.make_room(sum(aligned(len(record.encode()), ALIGNMENT) for record in records), kept_ids)
         documents.write(records)
-        return _delete_replaced(storage, [record for record in records if record.leaving])
+        return _delete_replaced(storage, [record for record in records if record.leaving]), kept
 
 
 def find_documents(storage: Storage, labels: Collection[str]) -> list[DocumentRecord]:

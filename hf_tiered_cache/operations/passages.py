@@ -150,18 +150,15 @@ class _Call:
             passage.row = row
         return [passage for passage in self.storable if passage.row is not None]
 
-    def compute(self, passages: Iterable[_Passage], bar: tqdm) -> int:
-        """Compute passages that are not stored, and queue them for storing. Return the number of tokens stored."""
-        stored = 0
+    def compute(self, passages: Iterable[_Passage], bar: tqdm) -> None:
+        """Compute passages that are not stored, and queue them for storing."""
         for batch in self._batches([passage for passage in passages if passage.row is None], self._method.lead):
             cache = self._new_cache(labels=[next(iter(passage.labels), self._label) for passage in batch])
             cache.compute(torch.stack([passage.ids for passage in batch]))
             for row, segment in cache.passage.stored().items():
                 if scores := cache.passage.scores.get(row):  # after the segment in the writer's queue
                     self._storage.writer.later(partial(_keep_scores, self._storage, segment, scores))
-            stored += cache.stats.tokens_stored
             bar.update(sum(passage.tokens for passage in batch))
-        return stored
 
     def rank(self, progress: bool) -> None:
         """Rank stored passages that lack the method's ranking. Parts of a longer segment keep its ranking."""
@@ -192,6 +189,11 @@ class _Call:
             tokens = sum(passage.stored_tokens for passage in passages)
             records.append(DocumentRecord(label, fingerprint, made, names, tokens, now, now, model=dict(facts)))
         return records
+
+    def incomplete(self) -> list[str]:
+        """Return the labels of passages that could be stored, and are not."""
+        missing = {label for passage in self.storable if passage.row is None for label in passage.labels}
+        return [label for label in self.labels if label in missing]
 
     def _reader(self, passage: _Passage) -> SegmentReader | None:
         return None if passage.row is None else self._storage.disk.found(passage.row)
@@ -246,18 +248,25 @@ def precompute_passages(
         )
     with bar_over(report.tokens, progress) as bar:
         bar.update(sum(passage.tokens for passage in call.passages if passage.row or not passage.stored_tokens))
-        stored = call.compute(call.storable, bar)
+        call.compute(call.storable, bar)
     storage.flush()
     found = call.find()
     if pin:
         storage.disk.pin({passage.row.id for passage in found if passage.row is not None})
     call.rank(progress)
-    removed = enter_documents(storage, call.records())
+    removed, kept = enter_documents(storage, call.records(), call.incomplete())
+    for document in kept:
+        logger.warning(
+            "document %r was not replaced, because not all of its new passages could be stored; see the other "
+            "warnings, and store it again",
+            document,
+        )
     if call.labels:  # a found passage may have been deleted with another label in the meantime
         call.find()
-        stored += call.compute(stored_before, bar_over(0, progress=False))
+        call.compute(stored_before, bar_over(0, progress=False))
     storage.flush()
-    return replace(report, stored=stored, removed=removed)
+    new = [passage for passage in call.find() if passage not in stored_before]
+    return replace(report, stored=sum(passage.stored_tokens for passage in new), removed=removed, kept=len(kept))
 
 
 def _keep_scores(storage: Storage, segment_id: str, scores: RankingScores) -> None:

@@ -43,6 +43,8 @@ class PrecomputeReport:
     """Number of prompts or passages of fewer than 16 tokens, which are not stored."""
     removed: int = 0
     """Number of segments deleted because their document was replaced and no other label names them."""
+    kept: int = 0
+    """Number of documents that were not replaced, because not all of their new passages could be stored."""
 
 
 _TOKEN_IDS = (

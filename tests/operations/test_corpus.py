@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
 
@@ -9,6 +10,7 @@ import processes
 import pytest
 import torch
 from families import build, prompt
+from memory_backend import MemoryBackend
 from test_passages import BOS, PASSAGES, PLACES, PROMPT, QUESTION, ask, epic, join, tune
 from thorough import amount, pairs
 
@@ -99,6 +101,61 @@ def test_a_replaced_document_leaves_nothing_behind(store, model):
     assert (store.documents()[0].passages, lengths(store)) == (0, [])
 
 
+class Faulty(MemoryBackend):
+    """Place at which some kinds of calls for segments fail."""
+
+    def __init__(self, objects):
+        super().__init__()
+        self.objects, self.failing = objects, ()
+
+    def _fail(self, kind, name):
+        if kind in self.failing and name.startswith("segments/"):
+            raise OSError(errno.EIO, "no answer")
+
+    def find_object(self, name):
+        self._fail("find", name)
+        return super().find_object(name)
+
+    def get_object(self, name, *rest):
+        self._fail("get", name)
+        return super().get_object(name, *rest)
+
+    def put_object(self, name, *rest, **options):
+        self._fail("put", name)
+        return super().put_object(name, *rest, **options)
+
+
+@pytest.mark.parametrize("failing", [("find",), ("get",), ("put",), ("get", "put"), ("find", "get", "put")])
+@pytest.mark.parametrize("numbers", [(0, 1), (0, 3), (3,)], ids=["same", "half", "new"])
+def test_a_document_stays_if_the_new_one_cannot_be_stored(model, failing, numbers, caplog):
+    objects, texts = {}, [PASSAGES[number] for number in numbers]
+    with KVStore(backend=Faulty(objects)) as store:
+        fill(store, model, PASSAGES[:2], ["report", "report"])
+        (before,) = store.documents()
+    backend = Faulty(objects)
+    with KVStore(backend=backend, host_memory=0) as store:
+        backend.failing = failing
+        report = fill(store, model, texts, ["report"] * len(texts))
+        backend.failing = ()
+    with KVStore(backend=Faulty(objects)) as store:
+        (after,) = store.documents()
+        assert after.tokens_there == before.tokens_there and after.segments == before.segments
+        assert not store.gc().deleted and store.documents() == [after]
+    was_stored = numbers == (0, 1) and failing == ("put",)  # so nothing was to be written
+    assert report.kept == (not was_stored) and report.stored == report.removed == 0
+    assert ("document 'report' was not replaced" in caplog.text) == bool(report.kept)
+
+
+def test_a_document_stays_if_there_is_no_room_for_the_new_one(root, model):
+    with KVStore(root) as store:
+        fill(store, model, PASSAGES[:1], ["report"])
+        before = store.documents()
+    with KVStore(root, disk_quota=600_000) as store:
+        report = fill(store, model, [prompt(960, seed=2)[0].tolist()], ["report"])
+        assert (report.kept, report.stored, report.removed) == (1, 0, 0)
+        assert store.documents() == before
+
+
 def test_another_model_has_a_document_of_its_own(store, model):
     other = build("llama")
     fill(store, model, [PASSAGES[0]], ["report"])
@@ -181,10 +238,10 @@ def test_what_another_process_deletes_meanwhile_is_stored_again(root, store, mod
     """Its passage was found, and was another label's alone until that was deleted."""
     fill(store, model, [PASSAGES[0]], ["a"])
 
-    def late(storage, entries):
+    def late(storage, entries, incomplete):
         with KVStore(root, engine="posix") as other:
             other.remove_document("a")
-        return contents.enter_documents(storage, entries)
+        return contents.enter_documents(storage, entries, incomplete)
 
     monkeypatch.setattr(passages, "enter_documents", late)
     fill(store, model, [PASSAGES[0]], ["b"])
