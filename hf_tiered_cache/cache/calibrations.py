@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from ..errors import StoreError
 from ..methods import BudgetMethod, describe_method
 from ..passages.recompute import Costs
 from ..stats import TIERS
@@ -371,10 +372,16 @@ def check_saving(storage: Storage) -> None:
 def change_records(storage: Storage, name: str, change: Callable[[_Saved], _Saved]) -> _Saved:
     """Save what `change` makes of the records under a name, and return it. Other threads and processes wait meanwhile.
 
-    Suspended conversations write to this file, too.
+    Suspended conversations write to this file, too. Raises StoreError if it cannot be written.
     """
-    storage.disk.check_writable()
-    with storage.disk.backend.locked():
-        records = change(records_of(storage, name))
-        storage.calibrations.write(name, records)
+    check_saving(storage)
+    try:
+        with storage.disk.backend.locked():
+            records = change(records_of(storage, name))
+            storage.calibrations.write(name, records)
+    except OSError as error:
+        raise StoreError(
+            f"calibrations.json in {storage.place} cannot be written ({error.strerror or error}); check its space and "
+            "permissions"
+        ) from error
     return records

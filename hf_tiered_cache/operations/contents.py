@@ -294,7 +294,7 @@ def enter_documents(
         Number of deleted segments, and the labels that were not saved.
 
     Raises:
-        StoreError, OSError: Not all labels were saved.
+        StoreError: Not all labels were saved.
     """
     if not records:
         return 0, []
@@ -309,7 +309,13 @@ def enter_documents(
         passage_names = {name for record in records for name in record.passages}
         kept_ids = [row.id for row in rows_of(passage_names, rows)]
         storage.disk.make_room(sum(aligned(len(record.encode()), ALIGNMENT) for record in records), kept_ids)
-        documents.write(records)
+        try:
+            documents.write(records)
+        except OSError as error:
+            raise StoreError(
+                f"labels cannot be saved in {storage.place} ({error.strerror or error}); check its space and "
+                "permissions. Passages that are stored stay"
+            ) from error
         return _delete_replaced(storage, [record for record in records if record.leaving]), kept
 
 

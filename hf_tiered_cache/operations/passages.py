@@ -178,9 +178,14 @@ class _Call:
                 bar.update(sum(passage.stored_tokens for passage in batch))
 
     def records(self) -> list[DocumentRecord]:
-        """Return the records of the labels, with the passages that are stored for them now."""
+        """Return the records of the labels, with the passages that are stored for them now.
+
+        There are none for a model that cannot be identified: nothing of it is stored.
+        """
         identity, now = self._like.identify(begins_request=False), time.time()
-        fingerprint, facts = ("", {}) if isinstance(identity, str) else (identity.fingerprint, identity.facts)
+        if isinstance(identity, str):
+            return []
+        fingerprint, facts = identity.fingerprint, identity.facts
         made = f"{self._method.passages} {self._like.sink}"
         records = []
         for label in self.labels:

@@ -38,6 +38,7 @@ _JOURNAL_MAGIC = b"\xd9\xd5\x05\xf9\x20\xa1\x63\xd7"
 _SHM_VERSION = (3_007_000).to_bytes(4, sys.byteorder)
 _T = TypeVar("_T")
 _MOST_SECONDS = 1e12
+_MOST_OF_CAUSE = 200
 _UNREADABLE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
 """Exceptions raised when decoding invalid JSON."""
 _FINGERPRINT = re.compile(r"(?<![0-9a-f])[0-9a-f]{32}(?![0-9a-f])")
@@ -230,7 +231,18 @@ def decoding(fault: str) -> Iterator[None]:
     try:
         yield
     except _UNREADABLE as error:
-        raise FormatError(f"{fault}: {error!r}") from error
+        raise FormatError(f"{fault}: {_cause(error)}") from error
+
+
+def _cause(error: Exception) -> str:
+    """Describe an error of decoding without the data, which its text may contain as a whole."""
+    if isinstance(error, UnicodeDecodeError):
+        return f"byte {error.start} is not UTF-8"
+    if isinstance(error, KeyError):
+        return f"it lacks {error}"
+    if isinstance(error, json.JSONDecodeError):
+        return f"it is not JSON ({error})"
+    return str(error)[:_MOST_OF_CAUSE] or type(error).__name__
 
 
 # each function returns the checked value, or raises FormatError

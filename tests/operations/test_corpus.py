@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import json
 import sys
@@ -154,6 +155,28 @@ def test_a_document_stays_if_there_is_no_room_for_the_new_one(root, model):
         report = fill(store, model, [prompt(960, seed=2)[0].tolist()], ["report"])
         assert (report.kept, report.stored, report.removed) == (1, 0, 0)
         assert store.documents() == before
+
+
+def test_a_model_that_cannot_be_identified_has_no_document(root, store, model):
+    fill(store, model, PASSAGES[:1], ["report"])
+    before, again = store.documents(), copy.deepcopy(model)
+    again.model.layers[0].register_forward_hook(lambda *_: None)
+    report = fill(store, again, PASSAGES[1:2], ["report"])
+    assert report.stored == 0 and store.documents() == before
+
+
+@pytest.mark.parametrize("where", ["documents", "calibrations"])
+def test_a_file_of_another_program_in_place_of_a_record_is_said_in_one_sentence(root, model, where):
+    method = EPIC if where == "documents" else "epic"  # with a lead text, which the store keeps
+    with KVStore(root) as store:
+        fill(store, model, PASSAGES[:1], ["report"])
+        (record,) = (root / "documents").glob("*.json")
+        path = record if where == "documents" else root / "calibrations.json"
+        path.write_text("mine")
+        said = "labels cannot be saved" if where == "documents" else "is damaged, or of another program"
+        with pytest.raises(StoreError, match=said):
+            fill(store, model, PASSAGES[1:2], ["report"], method)
+    assert path.read_text() == "mine"
 
 
 def test_another_model_has_a_document_of_its_own(store, model):

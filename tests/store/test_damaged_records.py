@@ -76,6 +76,23 @@ def test_every_flipped_bit_is_seen_or_changes_nothing(documents, path):
             continue
 
 
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda content: content[:40] + b"\xff" + content[41:], "byte 40 is not UTF-8"),
+        (lambda content: content[:-40], "it is not JSON"),
+        (lambda content: content.replace(b'"format"', b'"formal"'), "it lacks 'format'"),
+        (lambda content: b"[]", "a document: list indices must be integers"),
+    ],
+    ids=["byte", "cut", "name", "list"],
+)
+def test_an_error_names_the_damage_and_does_not_repeat_the_record(damage, said):
+    content = record("a", *(f"{number:032x}" for number in range(1000))).encode()
+    with pytest.raises(FormatError, match=said) as error:
+        DocumentRecord.decode(damage(content))
+    assert len(str(error.value)) < 150
+
+
 def test_a_record_without_a_checksum_is_read(documents, path):
     facts = json.loads(path.read_bytes())
     assert len(facts.pop("checksum")) == 16
