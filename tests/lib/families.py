@@ -31,6 +31,23 @@ _COMMON = {
     "eos_token_id": None,
 }
 
+_DEEPSEEK: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+}
+
 
 def _spec(model: str, config: str, **changes: Any) -> tuple[str, str, dict[str, Any]]:
     return model, config, changes
@@ -65,42 +82,9 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt_neox": _spec("GPTNeoXForCausalLM", "GPTNeoXConfig", rotary_pct=0.25),
     "starcoder2": _spec("Starcoder2ForCausalLM", "Starcoder2Config", sliding_window=40),
     "opt": _spec("OPTForCausalLM", "OPTConfig", ffn_dim=96, word_embed_proj_dim=64, do_layer_norm_before=True),
-    "deepseek_v3": _spec(
-        "DeepseekV3ForCausalLM",
-        "DeepseekV3Config",
-        num_hidden_layers=4,
-        num_key_value_heads=4,
-        moe_intermediate_size=32,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        n_group=2,
-        topk_group=1,
-        n_shared_experts=1,
-        first_k_dense_replace=1,
-        kv_lora_rank=32,
-        q_lora_rank=24,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=16,
-        v_head_dim=16,
-    ),
-    "deepseek_v2": _spec(  # its layers get cos and sin as one complex tensor
-        "DeepseekV2ForCausalLM",
-        "DeepseekV2Config",
-        num_hidden_layers=4,
-        num_key_value_heads=4,
-        moe_intermediate_size=32,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        n_group=2,
-        topk_group=1,
-        n_shared_experts=1,
-        first_k_dense_replace=1,
-        kv_lora_rank=32,
-        q_lora_rank=24,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=16,
-        v_head_dim=16,
-    ),
+    "deepseek_v3": _spec("DeepseekV3ForCausalLM", "DeepseekV3Config", **_DEEPSEEK),
+    # its layers get cos and sin as one complex tensor
+    "deepseek_v2": _spec("DeepseekV2ForCausalLM", "DeepseekV2Config", **_DEEPSEEK),
     "falcon": _spec("FalconForCausalLM", "FalconConfig"),  # its code asks for the attention implementation by name
 }
 
