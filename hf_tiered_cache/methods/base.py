@@ -61,7 +61,7 @@ class Method(ABC):
         names = [option.name for option in fields(self) if option.type in ("bool", bool)]
         check_switches(**{name: getattr(self, name) for name in names})
         require(isinstance(self.geometry, Geometry), "geometry", "a Geometry", self.geometry)
-        make_policy(self.policy)  # which knows their names
+        make_policy(self.policy)  # raises ConfigError for an unknown one
         if self.geometry.pairs:
             raise ConfigError(
                 "the geometry of a method has no pairs of layers; only stored segments have them (see `join_segments`)"
