@@ -40,7 +40,7 @@ from tqdm.auto import tqdm
 from transformers import DynamicCache
 
 from hf_tiered_cache import KVStore, TieredCache
-from hf_tiered_cache.cache.calibrations import prefix_costs
+from hf_tiered_cache.cache.calibrations import prefix_calibration
 from hf_tiered_cache.identity import Fingerprinter
 from hf_tiered_cache.kvstore import storage_of
 from hf_tiered_cache.methods import Auto, Exact, Method
@@ -126,7 +126,8 @@ class Bench:
             TieredCache(model, store, method=Auto(), progress=False)
             calibration_s = time.perf_counter() - began
             fingerprint, device = Fingerprinter(model)(), model.device
-            costs = {n: prefix_costs(storage_of(store), fingerprint, device, EXACT, n) for n in self.prompts}
+            calibration = prefix_calibration(storage_of(store), fingerprint, device, EXACT)
+            costs = {n: calibration.at(n) for n in self.prompts}
             self.fill(store, Auto())
         summaries = {}
         for length in tqdm(sorted(self.prompts), unit="prefix", desc=name_of(rate)):

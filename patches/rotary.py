@@ -87,7 +87,7 @@ class _TableHook(_Reporter):
 
     def report(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         scope = current()
-        if scope is None or not isinstance(output, tuple) or len(output) != 2:
+        if scope is None or not scope.captures or not isinstance(output, tuple) or len(output) != 2:
             return
         call = Call(module.forward, self.places, args, kwargs)
         positions, (cos, sin) = call["position_ids"], output
@@ -142,11 +142,13 @@ class _WatchedFunction(_Reporter, Replacement):
         if torch.compiler.is_compiling():
             if self.compiled_users:
                 self.report_compiled(args, kwargs, rotated[1])
-        elif (scope := current()) is not None:  # written out: a call of `report` at each layer and token takes time
+        elif (
+            scope := current()
+        ) is not None and scope.captures:  # written out: a call of `report` at each layer and token takes time
             scope.tap.last = RotaryCall(self.original, self.places, args, kwargs, rotated[1])
         return rotated
 
     def report(self, args: tuple[Any, ...], kwargs: dict[str, Any], rotated: torch.Tensor) -> None:
         scope = current()
-        if scope is not None:
+        if scope is not None and scope.captures:
             scope.tap.last = RotaryCall(self.original, self.places, args, kwargs, rotated)

@@ -125,6 +125,8 @@ class Scope:
     hidden_indexes: dict[int, torch.Tensor] = field(default_factory=dict)
     query_indexes: dict[int, torch.Tensor] = field(default_factory=dict)
     recompute_lengths: tuple[int, ...] = ()
+    captures: bool = True
+    """True if layers pass their new keys and values to this pass, so that it has to know how they are rotated."""
     selects: bool = False
     """True if `attend` determines what queries attend to."""
     folds: bool = False

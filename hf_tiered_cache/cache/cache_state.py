@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from ..patches.scope import follows_cache
 from ..restore.hashes import History, PrefixHasher
 from ..tiers.collector import StatsCollector
 from .conversation import Conversation
-from .cost_model import seconds_to_compute, with_measured_settings
+from .cost_model import calibration_for, with_measured_settings
 from .observed import Pace
 from .recorder import Recorder
 from .request import ForwardArguments, Request, parse_request
@@ -158,8 +157,10 @@ class CacheState:
     def _new_sequence(self, cache: LayeredCache, request: Request, identity: Identity, regime: str) -> SequenceState:
         """Create the state of a sequence at its first pass, with the method's measured settings filled in."""
         store, attachment, fingerprint = self.store, self.attachment, identity.fingerprint
-        method = with_measured_settings(self.method, store, fingerprint, attachment, request.num_positions)
-        self.method = method
+        calibration = calibration_for(store, fingerprint, attachment, self.method)
+        self.method = method = with_measured_settings(
+            self.method, store, fingerprint, attachment, calibration, request.num_positions
+        )
         recorder = self.new_recorder(identity, regime, request.pads)
         return SequenceState(
             store,
@@ -172,9 +173,8 @@ class CacheState:
             self.options.segments,
             layers=len(cache.layers),
             selects=any(source.selects for source in cache.kv_sources),
-            seconds_to_compute=partial(
-                seconds_to_compute, store, self._pace, fingerprint, attachment, method.geometry.codec
-            ),
+            calibration=calibration,
+            pace=self._pace,
             reports_passages=isinstance(method, Passages),
         )
 

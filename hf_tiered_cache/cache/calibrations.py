@@ -6,7 +6,7 @@ length, and ratios and costs are interpolated between measured lengths.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -246,30 +246,47 @@ def calibrated_ratio(storage: Storage, fingerprint: str, device: torch.device, t
     return _between(tokens, {record["tokens"]: record["ratio"] for record in sound}) if sound else None
 
 
-def prefix_costs(
-    storage: Storage, fingerprint: str, device: torch.device, provenance: str, tokens: int
-) -> PrefixCosts | None:
-    """Return the costs that `calibrate_prefix` measured, interpolated to `tokens` tokens, or None.
+@dataclass(frozen=True)
+class PrefixCalibration:
+    """Costs that `calibrate_prefix` measured for one model, device, I/O engine and provenance (codec).
 
-    They hold for this model, device, I/O engine and provenance (codec). Tiers that were not measured are left out.
-    Beyond the longest measured prefix, the compute cost per token grows linearly, and restoring takes as long per
-    further token as between the two longest ones. All costs are times the `cost_factors`.
+    Args:
+        measured: Costs for prefixes of the measured lengths; none without a calibration.
+        factors: What prompts have shown since, relative to these costs.
     """
+
+    measured: Sequence[PrefixCosts] = ()
+    factors: CostFactors = CostFactors()
+
+    def at(self, tokens: int) -> PrefixCosts | None:
+        """Return the costs times the factors, interpolated to `tokens` tokens, or None if nothing was measured.
+
+        Tiers that were not measured are left out. Beyond the longest measured prefix, the compute cost per token grows
+        linearly, and restoring takes as long per further token as between the two longest ones.
+        """
+        if not self.measured:
+            return None
+        by_length = {costs.tokens: costs for costs in self.measured}
+
+        def between(name: str) -> float:
+            return _between(tokens, {length: getattr(costs, name) for length, costs in by_length.items()})
+
+        def by_tier(name: str) -> dict[str, float]:
+            return _by_tier(tokens, {length: getattr(costs, name) for length, costs in by_length.items()})
+
+        longest = by_length[max(by_length)]
+        growth = min(longest.growth, *(costs.compute / costs.tokens for costs in self.measured))  # no cost below 0
+        compute = between("compute") + growth * max(0, tokens - longest.tokens)
+        costs = PrefixCosts(tokens, compute, by_tier("restore"), by_tier("load"), between("overhead"), growth)
+        return costs.scaled(self.factors)
+
+
+def prefix_calibration(storage: Storage, fingerprint: str, device: torch.device, provenance: str) -> PrefixCalibration:
+    """Return what `calibrate_prefix` measured."""
     records = storage.calibrations.read()
     measured = _loaded(PrefixCosts, records.get(_prefix_name(storage, fingerprint, device, provenance), []))
-    if not measured:
-        return None
-    restore, load = (
-        _by_tier(tokens, {costs.tokens: getattr(costs, name) for costs in measured}) for name in ("restore", "load")
-    )
-    compute, overhead = (
-        _between(tokens, {costs.tokens: getattr(costs, name) for costs in measured}) for name in ("compute", "overhead")
-    )
-    longest = max(measured, key=lambda costs: costs.tokens)
-    growth = min(longest.growth, *(costs.compute / costs.tokens for costs in measured))  # no token costs below 0
-    compute += growth * max(0, tokens - longest.tokens)
     factors = _factors_in(records.get(_factors_name(storage, fingerprint, device), []))
-    return PrefixCosts(tokens, compute, restore, load, overhead, growth).scaled(factors)
+    return PrefixCalibration(measured, factors)
 
 
 def _by_tier(tokens: int, measured: dict[int, dict[str, float]]) -> dict[str, float]:

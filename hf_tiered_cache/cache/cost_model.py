@@ -20,12 +20,18 @@ from ..restore.prefetch import PlanUnit, units_of
 from ..restore.schedule import RATIOS, STEEPNESS, Load, Streams, fastest, recompute_lengths
 from ..stats import TIERS
 from ..store import EXACT
-from ..store.codecs import RAW, coded_provenance, make_codec
+from ..store.codecs import RAW, make_codec
 from ..store.geometry import HASH_TOKENS
 from ..store.segment import UnstoredPrefixReader
 from ..tiers.residency import Residency
-from .calibrations import CostFactors, PrefixCosts, calibrated_ratio, prefix_costs, quality_budget, warn_of_loss
-from .observed import Pace
+from .calibrations import (
+    PrefixCalibration,
+    PrefixCosts,
+    calibrated_ratio,
+    prefix_calibration,
+    quality_budget,
+    warn_of_loss,
+)
 from .sequence import SequenceState
 from .storage import Storage
 from .suitability import can_recompute_prefix
@@ -59,7 +65,7 @@ def choose_strategy(plan: Plan, sequence: SequenceState) -> tuple[Plan | None, s
     is_incomplete = bool(required.any())
     if not (decline or recompute or is_incomplete):
         return plan, ""
-    costs = costs_of(sequence, plan.base + plan.suffix)
+    costs = sequence.calibration.at(plan.base + plan.suffix)
     if recompute == "auto" and costs is None:
         recompute = 0.0
         if not is_incomplete:
@@ -74,45 +80,27 @@ def choose_strategy(plan: Plan, sequence: SequenceState) -> tuple[Plan | None, s
     return chosen_plan, "" if chosen_plan is not None else reasons.SLOWER
 
 
-def warn_of_slow_restore(sequence: SequenceState, tokens: int, saved: float) -> None:
+def warn_of_slow_restore(sequence: SequenceState, saved: float) -> None:
     """Warn once if a restore lost much time that a calibration would have saved. `saved` are `seconds_saved`."""
     method = sequence.method
     declines = isinstance(method, PrefixMethod) and method.decline
-    if saved < -_MUCH_SECONDS and declines and costs_of(sequence, tokens) is None:
+    if saved < -_MUCH_SECONDS and declines and not sequence.calibration.measured:
         sequence.store.warn_of(reasons.SLOW_RESTORE)
 
 
-def costs_of(sequence: SequenceState, tokens: int) -> PrefixCosts | None:
-    """Return the costs for `tokens` tokens of exact KV in the method's codec, or None if nothing was measured."""
-    fingerprint, codec = sequence.identity.fingerprint, sequence.method.geometry.codec
-    return costs_of_codec(sequence.store, fingerprint, sequence.attachment, codec, tokens)
-
-
-def costs_of_codec(
-    storage: Storage, fingerprint: str, attachment: Attachment, codec: str, tokens: int
-) -> PrefixCosts | None:
-    """Return the costs for `tokens` tokens of exact KV in a codec, or None if nothing was measured.
+def calibration_for(storage: Storage, fingerprint: str, attachment: Attachment, method: Method) -> PrefixCalibration:
+    """Return what was measured for exact KV in the method's codec.
 
     Without a measurement with this codec, the disk's costs are those of raw KV, scaled by the bytes.
     """
-    model = attachment.model
-    of_codec = partial(prefix_costs, storage, fingerprint, model.device, tokens=tokens)
-    costs = of_codec(coded_provenance(EXACT, codec))
-    if costs is None and codec != RAW and (costs := of_codec(EXACT)) is not None:
-        coded_bytes = sum(field.dtype.itemsize * field.dim for field in make_codec(codec).fields(model.dtype, _DIM))
-        costs = costs.scaled(CostFactors(load=coded_bytes / (model.dtype.itemsize * _DIM)))
-    return costs
-
-
-def seconds_to_compute(
-    storage: Storage, pace: Pace, fingerprint: str, attachment: Attachment, codec: str, tokens: int
-) -> float | None:
-    """Return the seconds to compute a prompt: by the calibration, else by the observed pace, else None."""
-    costs = costs_of_codec(storage, fingerprint, attachment, codec, tokens)
-    if costs is not None:
-        return float(costs.computing(tokens))
-    per_token = pace.per_token(fingerprint)
-    return None if per_token is None else tokens * per_token
+    model, codec = attachment.model, method.geometry.codec
+    calibration = prefix_calibration(storage, fingerprint, model.device, method.exact_provenance)
+    if calibration.measured or codec == RAW:
+        return calibration
+    raw = prefix_calibration(storage, fingerprint, model.device, EXACT)
+    coded_bytes = sum(field.dtype.itemsize * field.dim for field in make_codec(codec).fields(model.dtype, _DIM))
+    load = raw.factors.load * coded_bytes / (model.dtype.itemsize * _DIM)
+    return replace(raw, factors=replace(raw.factors, load=load))
 
 
 def _may_recompute_prefix(plan: Plan, sequence: SequenceState) -> bool:
@@ -249,7 +237,12 @@ def idle_recompute_ratio(tokens: int, layers: int, costs: PrefixCosts, stored: f
 
 
 def with_measured_settings(
-    method: Method, storage: Storage, fingerprint: str, attachment: Attachment, tokens: int
+    method: Method,
+    storage: Storage,
+    fingerprint: str,
+    attachment: Attachment,
+    calibration: PrefixCalibration,
+    tokens: int,
 ) -> Method:
     """Return a method with what was measured for prompts of `tokens` tokens, and warn if it loses much."""
     if isinstance(method, Passages):
@@ -261,19 +254,19 @@ def with_measured_settings(
         method = method.with_measured_budget(partial(quality_budget, storage, fingerprint))
         if method.selects:
             warn_of_loss(storage, fingerprint, method)
-    if isinstance(method, PrefixMethod) and (method.recompute == "auto" or can_recompute_prefix(attachment)):
-        codec, likely_tokens = method.geometry.codec, max(tokens, _LIKELY_TOKENS)
-        share = partial(_likely_ratio, storage, fingerprint, attachment, codec, likely_tokens)
-        method = method.with_likely_recompute(share, attachment.depth)
+    if isinstance(method, PrefixMethod):
+        may_recompute = bool(calibration.measured) if method.recompute == "auto" else method.recompute > 0
+        if may_recompute and can_recompute_prefix(attachment):
+            costs = calibration.at(max(tokens, _LIKELY_TOKENS))
+            method = method.with_likely_recompute(_fastest_share(costs, attachment.depth), attachment.depth)
     return method
 
 
-def _likely_ratio(storage: Storage, fingerprint: str, attachment: Attachment, codec: str, tokens: int) -> float:
-    """Return the fastest share of a prefix to recompute while the rest comes from disk; 0 if unmeasured or unable."""
-    costs = costs_of_codec(storage, fingerprint, attachment, codec, tokens)
-    if costs is None or TIERS[-1] not in costs.restore or not can_recompute_prefix(attachment):
+def _fastest_share(costs: PrefixCosts | None, layers: int) -> float:
+    """Return the fastest share of a prefix to recompute while the rest comes from disk; 0 if that was not measured."""
+    if costs is None or TIERS[-1] not in costs.restore:
         return 0.0
-    return idle_recompute_ratio(tokens, attachment.depth, costs, 1.0, HASH_TOKENS)
+    return idle_recompute_ratio(costs.tokens, layers, costs, 1.0, HASH_TOKENS)
 
 
 def plan_recompute_lengths(plan: Plan, ratio: float | np.ndarray, steepness: float = 1) -> np.ndarray:

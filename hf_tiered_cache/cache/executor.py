@@ -19,7 +19,7 @@ from ..patches.scope import leave
 from ..restore.plan import BudgetPlan, PassagesPlan, Plan
 from ..store.geometry import HASH_TOKENS
 from .cache_state import CacheState
-from .cost_model import choose_strategy, costs_of, recomputing, required_recompute, warn_of_slow_restore
+from .cost_model import calibration_for, choose_strategy, recomputing, required_recompute, warn_of_slow_restore
 from .forward_pass import ForwardPass, RefiningForward, RestoringForward
 from .observed import Work, observed_ratios, renew_costs
 from .recorder import Recorder
@@ -102,6 +102,9 @@ class Executor(CacheState):
         self, cache: LayeredCache, request: Request, sequence: SequenceState, forward: Callable[..., Any]
     ) -> Any:
         """Run a pass of a prompt: plan it, and plan it again if a restore fails."""
+        if request.base:  # the costs may have been corrected since the last prompt
+            fingerprint, method = sequence.identity.fingerprint, sequence.method
+            sequence.calibration = calibration_for(self.store, fingerprint, self.attachment, method)
         reason, replans, before = self._lookup_refusal(request, sequence), REPLANS, Work.of(self.collector.stats)
         in_pieces = not reason and sequence.can_be_cut(request)
         if in_pieces:
@@ -134,7 +137,7 @@ class Executor(CacheState):
             if work.restored > 0:  # not a piece of a long prompt that was computed before
                 saved = work.saved(stop, sequence.seconds_to_compute(stop), self.attachment.model.device)
                 self.collector.add(seconds_saved=saved)
-                warn_of_slow_restore(sequence, stop, saved)
+                warn_of_slow_restore(sequence, saved)
         if sequence.reports_passages:
             for why in ("" if plan is None else sequence.why_otherwise(plan), sequence.miss_reason):
                 self.explain_once(why)
@@ -253,7 +256,7 @@ class Executor(CacheState):
         if not learns or request.base or device.type != "cpu":
             return
         work, tokens = self._work_since(before), request.num_positions if plan is None else plan.restored_until
-        if (costs := costs_of(sequence, tokens)) is not None:
+        if (costs := sequence.calibration.at(tokens)) is not None:
             ratios = observed_ratios(plan, tokens, costs, work)
             self.store.writer.later(partial(renew_costs, self.store, sequence.identity.fingerprint, device, ratios))
 

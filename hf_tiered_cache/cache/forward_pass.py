@@ -77,7 +77,6 @@ class ForwardPass(Scope):
         self._masks: dict[tuple[tuple[int, ...], int, torch.device], torch.Tensor] = {}  # see `mask_without`
         self.selects = any(source.decode_selector is not None or source.unused for source in self.kv_sources)
         self.captures = recorder is not None or self.selects
-        """True if `append` does more than append to the layer."""
 
     def run(self, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
         """Run the model's `forward` with these arguments."""

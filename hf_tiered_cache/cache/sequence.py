@@ -17,7 +17,6 @@ from ..passages.finder import find_passages
 from ..passages.report import PassageReport
 from ..patches.attach import Attachment
 from ..patches.rope import TableCache
-from ..remote.tier import Seconds
 from ..restore.hashes import History, PassageHasher
 from ..restore.plan import BudgetPlan, PassagesPlan, Plan
 from ..restore.rows import PlanContext, RowGroup, SegmentSlice
@@ -27,6 +26,8 @@ from ..store.format import is_passage
 from ..store.geometry import HASH_TOKENS
 from ..store.shape import SegmentShape
 from ..tiers.collector import StatsCollector
+from .calibrations import PrefixCalibration
+from .observed import Pace
 from .recorder import Recorder
 from .request import Request, left_padding
 from .storage import Storage
@@ -54,7 +55,7 @@ class SequenceState:
         identity, regime, tables: The model, its RoPE frequencies and its rotary tables at the first pass.
         segments: Tokens at which passages may begin, or None for any.
         selects: Whether a cache layer can attend to a part of what is restored.
-        seconds_to_compute: Returns the seconds to compute a number of tokens, or None if they are not known.
+        calibration, pace: What was measured, and observed, of restoring and computing.
         reports_passages: Whether the passages of a prompt are reported.
     """
 
@@ -68,7 +69,8 @@ class SequenceState:
     segments: tuple[int, ...] | None
     layers: int
     selects: bool
-    seconds_to_compute: Seconds
+    calibration: PrefixCalibration
+    pace: Pace
     reports_passages: bool
     approximate: bool = False
     """True if the cache holds a selection of its tokens, or KV that the method's provenance does not cover."""
@@ -86,6 +88,13 @@ class SequenceState:
         return self.recorder.history
 
     # --- before a pass
+
+    def seconds_to_compute(self, tokens: int) -> float | None:
+        """Return the seconds to compute a prompt: by the calibration, else by the observed pace, else None."""
+        if (costs := self.calibration.at(tokens)) is not None:
+            return float(costs.computing(tokens))
+        per_token = self.pace.per_token(self.identity.fingerprint)
+        return None if per_token is None else tokens * per_token
 
     def plan(self, request: Request, collector: StatsCollector, whole: bool = False) -> Plan | None:
         """Return the plan of a pass, or None if it restores nothing. `whole` restores the match without a budget."""

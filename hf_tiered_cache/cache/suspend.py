@@ -26,7 +26,7 @@ from ..patches.tap import PreRopeKV, RotaryTap
 from ..store.catalogue import SegmentRow
 from ..store.geometry import HASH_TOKENS
 from ..store.segment import SegmentReader
-from .cost_model import costs_of, idle_recompute_ratio
+from .cost_model import calibration_for, idle_recompute_ratio
 from .executor import Executor
 from .sequence import SequenceState
 from .storage import Storage
@@ -147,7 +147,8 @@ def _idle(executor: Executor, sequence: SequenceState, readers: list[SegmentRead
 
     def recompute_share(stored: float) -> float:
         share = method.recompute if isinstance(method, PrefixMethod) else 0.0
-        costs = costs_of(sequence, tokens)
+        calibration = calibration_for(storage, sequence.identity.fingerprint, executor.attachment, method)
+        costs = calibration.at(tokens)
         if not can_recompute_prefix(executor.attachment) or (share == "auto" and costs is None):
             return 0.0
         if share != "auto":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -44,16 +44,15 @@ class PrefixMethod(Method):
         """See `Method`. The cost model adds the recomputed prefix."""
         return context.suffix_positions()
 
-    def with_likely_recompute(self, share: Callable[[], float], layers: int) -> Self:
+    def with_likely_recompute(self, measured_share: float, layers: int) -> Self:
         """Return this method with few layers per block if a prefix is likely to be recomputed while the rest is loaded.
 
         If nothing is recomputed, fewer and larger blocks are restored sooner. A geometry of the user's own is kept.
-        `share` returns the fastest recompute share that was measured; 0 without a calibration.
+        `measured_share` is the fastest share to recompute; 0 without a calibration.
         """
-        if not (self.lossless or self.records_approximations):
-            return self  # nothing is recomputed
-        fixed = 0.0 if self.recompute == "auto" else self.recompute
-        return with_few_layers(self, layers) if fixed or share() else self
+        share = measured_share if self.recompute == "auto" else self.recompute
+        can_recompute = self.lossless or self.records_approximations
+        return with_few_layers(self, layers) if share and can_recompute else self
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from tqdm.auto import tqdm
 from transformers import DynamicCache, PreTrainedModel
 
 from ..cache.cache_state import CacheOptions
-from ..cache.calibrations import Calibration, PrefixCosts, check_saving, keep, keep_prefix_costs, prefix_costs
+from ..cache.calibrations import Calibration, PrefixCosts, check_saving, keep, keep_prefix_costs, prefix_calibration
 from ..cache.request import ForwardArguments
 from ..cache.storage import Storage
 from ..cache.stored_cache import StoredCache
@@ -192,7 +192,7 @@ def calibrate_once(storage: Storage, model: torch.nn.Module, method: Method, *, 
     if (storage.place, tag) in checked:
         return
     provenance = Exact().coded(storage.codec).provenance
-    if prefix_costs(storage, fingerprint_of(attach(inner), tag), inner.device, provenance, _AUTO_TOKENS[0]) is None:
+    if not prefix_calibration(storage, fingerprint_of(attach(inner), tag), inner.device, provenance).measured:
         lengths = _auto_lengths(inner)
         try:
             calibrate_prefix(

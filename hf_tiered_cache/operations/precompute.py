@@ -89,7 +89,7 @@ def precompute(
     storing_method = requested_method  # approximate KV has a provenance of its own
     if not requested_method.records_approximations:
         if isinstance(requested_method, PrefixMethod):  # storing recomputes nothing, restoring will
-            requested_method = requested_method.with_likely_recompute(lambda: 0.0, attach(model).depth)
+            requested_method = requested_method.with_likely_recompute(0.0, attach(model).depth)
         storing_method = Exact(
             geometry=requested_method.geometry, codec=requested_method.codec, recompute=0.0, decline=False
         )

@@ -16,7 +16,7 @@ from families import build, prompt
 
 from eval.baselines import AttentionStore
 from hf_tiered_cache import ConfigError, Exact, KVStore, TieredCache, reasons
-from hf_tiered_cache.cache.calibrations import PrefixCosts, keep_prefix_costs, keep_records, prefix_costs
+from hf_tiered_cache.cache.calibrations import PrefixCosts, keep_prefix_costs, keep_records, prefix_calibration
 from hf_tiered_cache.identity import Fingerprinter
 from hf_tiered_cache.kvstore import storage_of
 from hf_tiered_cache.methods import make_method
@@ -157,7 +157,7 @@ def test_calibration_measures_each_tier_and_leaves_nothing(tmp_path, model, monk
         assert first.restore == pytest.approx({"disk": 0.04, "host": 0.005})
         assert second.restore == pytest.approx({"disk": 0.02, "host": 0.0025})
         assert second.load == pytest.approx({"disk": 0.02}) and second.overhead == 1.0
-        kept = prefix_costs(storage_of(store), Fingerprinter(model)(), CPU, "exact", 96)
+        kept = prefix_calibration(storage_of(store), Fingerprinter(model)(), CPU, "exact").at(96)
         assert kept.compute == pytest.approx(0.0075)
         store.precompute(model, DOCUMENT, progress=False)
         store.clear()
@@ -212,9 +212,9 @@ def test_costs_that_no_measurement_gives_are_nothing(tmp_path, change):
         storage = storage_of(store)
         keep_prefix_costs(storage, fingerprint, CPU, "exact", [PrefixCosts(**SOUND)])
         (name,) = storage.calibrations.read()
-        assert prefix_costs(storage, fingerprint, CPU, "exact", 160).compute == 1e-3
+        assert prefix_calibration(storage, fingerprint, CPU, "exact").at(160).compute == 1e-3
         keep_records(storage, name, [SOUND | change])
-        assert prefix_costs(storage, fingerprint, CPU, "exact", 160) is None
+        assert prefix_calibration(storage, fingerprint, CPU, "exact").at(160) is None
 
 
 def test_calibrations_outlive_a_moment_in_which_they_cannot_be_read(tmp_path, monkeypatch):
@@ -225,11 +225,11 @@ def test_calibrations_outlive_a_moment_in_which_they_cannot_be_read(tmp_path, mo
         storage = storage_of(store)
         with monkeypatch.context() as patch:
             patch.setattr(type(storage.calibrations.files), "read", Mock(side_effect=OSError(errno.EMFILE, "too many")))
-            assert prefix_costs(storage, fingerprint, CPU, "exact", 160) is None
+            assert prefix_calibration(storage, fingerprint, CPU, "exact").at(160) is None
             with pytest.raises(OSError, match="too many"):
                 storage.calibrations.write("other", [])
         keep_records(storage, f"other {fingerprint}", [])
-        assert prefix_costs(storage, fingerprint, CPU, "exact", 160).compute == 1e-3
+        assert prefix_calibration(storage, fingerprint, CPU, "exact").at(160).compute == 1e-3
 
 
 def test_a_file_of_calibrations_that_is_nested_too_deeply_is_none(path, model):

@@ -12,7 +12,7 @@ from families import build, prompt
 
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.cache.calibrations import CostFactors, PrefixCosts, cost_factors, keep_prefix_costs, keep_records
-from hf_tiered_cache.cache.cost_model import costs_of, idle_recompute_ratio
+from hf_tiered_cache.cache.cost_model import idle_recompute_ratio
 from hf_tiered_cache.cache.observed import Work, observed_ratios, renew_costs
 from hf_tiered_cache.identity import Fingerprinter
 from hf_tiered_cache.kvstore import storage_of
@@ -121,7 +121,7 @@ def test_what_is_not_stored_delays_no_return_if_computing_is_somewhat_slower(loa
     assert returning(slower * 1e-3, load, stored) <= 1.02 * returning(slower * 1e-3, load, 0.0)
 
 
-def test_costs_of_a_sequence_have_the_factors(root):
+def test_the_next_prompt_of_a_cache_has_the_factors(root):
     model = build("qwen2")
     with torch.no_grad(), KVStore(root, engine="posix") as store:
         storage, identity = storage_of(store), Fingerprinter(model)()
@@ -129,7 +129,8 @@ def test_costs_of_a_sequence_have_the_factors(root):
         cache = TieredCache(model, store)
         model(input_ids=prompt(40), past_key_values=cache)
         executor = cache._executor
-        before = costs_of(executor.sequence, 320)
+        before = executor.sequence.calibration.at(320)
         renew_costs(storage, identity, CPU, {"compute": 1.44})
-        after = costs_of(executor.sequence, 320)
+        model(input_ids=prompt(44)[:, 40:], past_key_values=cache)
+        after = executor.sequence.calibration.at(320)
         assert after.compute == pytest.approx(1.2 * before.compute) and after.load == before.load

@@ -95,7 +95,7 @@ def test_much_lost_time_is_told_once_where_a_calibration_prevents_it(root, caplo
         if calibrated:
             costs = PrefixCosts(320, 1e-6, {"disk": 1e-9})
             keep_prefix_costs(storage_of(store), Fingerprinter(model)(), CPU, "exact", [costs])
-        monkeypatch.setattr("hf_tiered_cache.cache.cache_state.seconds_to_compute", lambda *_: 1e-9)
+        monkeypatch.setattr("hf_tiered_cache.cache.sequence.SequenceState.seconds_to_compute", lambda *_: 1e-9)
         for tokens in (340, 350):
             stats = ask(model, store, prompt(tokens), method)
             assert stats.tokens_restored >= 320 and stats.seconds_saved < 0

@@ -16,7 +16,7 @@ from hf_tiered_cache.cache.calibrations import (
     calibrated_ratio,
     cost_factors,
     keep_prefix_costs,
-    prefix_costs,
+    prefix_calibration,
     quality_budget,
 )
 from hf_tiered_cache.errors import StoreError
@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 
 
 def measured(model, store, tokens=256, tag=""):
-    return prefix_costs(storage_of(store), Fingerprinter(model).look(tag).fingerprint, CPU, "exact", tokens)
+    return prefix_calibration(storage_of(store), Fingerprinter(model).look(tag).fingerprint, CPU, "exact").at(tokens)
 
 
 TOKEN, PAIR, FIXED = 2e-3, 4e-7, 0.1

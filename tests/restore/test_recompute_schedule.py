@@ -19,7 +19,7 @@ from transformers import Llama4ForCausalLM, Llama4TextConfig
 
 from eval.baselines import PartialRecompute
 from hf_tiered_cache import ConfigError, Exact, KVStore, TieredCache, reasons
-from hf_tiered_cache.cache.calibrations import PrefixCosts, keep_prefix_costs, prefix_costs
+from hf_tiered_cache.cache.calibrations import PrefixCosts, keep_prefix_costs, prefix_calibration
 from hf_tiered_cache.cache.cost_model import fastest_plan, plan_recompute_lengths, streams_of, unit_tiers_of
 from hf_tiered_cache.identity import Fingerprinter
 from hf_tiered_cache.kvstore import storage_of
@@ -692,7 +692,9 @@ def test_costs_grow_with_length_and_are_kept(path):
             PrefixCosts(100, 1e-3, {"disk": 1e-3}, {"disk": 9e-4}, 0.01, 1e-5),
             PrefixCosts(200, 2e-3, {"disk": 1e-3}, {"disk": 7e-4}, 0.03, 1e-5),
         )
-        costs = {n: prefix_costs(storage_of(store), Fingerprinter(model)(), CPU, "exact", n) for n in (50, 150, 400)}
+        costs = {
+            n: prefix_calibration(storage_of(store), Fingerprinter(model)(), CPU, "exact").at(n) for n in (50, 150, 400)
+        }
     assert costs[150].load == {"disk": pytest.approx(8e-4)} and costs[150].overhead == pytest.approx(0.02)
     assert costs[150].growth == pytest.approx(1e-5)
     assert costs[150].computing(100) == pytest.approx(100e-3)
@@ -706,7 +708,7 @@ def test_growth_never_makes_a_token_cost_less_than_nothing(path):
     model = build("llama")
     with KVStore(path, engine="posix") as store:
         plant(store, model, PrefixCosts(100, 1e-3, {"disk": 1e-3}, growth=1.0))
-        costs = prefix_costs(storage_of(store), Fingerprinter(model)(), CPU, "exact", 100)
+        costs = prefix_calibration(storage_of(store), Fingerprinter(model)(), CPU, "exact").at(100)
     assert costs.computing(np.arange(1, 100)).min() >= 0 and costs.growth == pytest.approx(1e-5)
 
 
