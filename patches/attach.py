@@ -55,6 +55,8 @@ class Attachment:
         self.batched_passes = 0
         """Number of passes that engines of continuous batching have begun."""
         self._batching = threading.RLock()
+        self.excluding_engine_passes: AbstractContextManager[Any] = nullcontext()
+        """Context that no pass of an engine overlaps; before the first such pass, it does nothing."""
         self._devices: list[torch.device] = []
         self._rotary_tables: dict[bool, rope.TableCache] = {}  # with key biases, or without
         self._fingerprint = ""  # of the model's latest state, which the tables are of
@@ -81,11 +83,8 @@ class Attachment:
         """
         with self._batching:
             self.batched_passes += 1
+            self.excluding_engine_passes = self._batching
             yield
-
-    def excluding_engine_passes(self) -> AbstractContextManager[Any]:
-        """Return a context that no pass of an engine overlaps; before the first such pass, it does nothing."""
-        return self._batching if self.batched_passes else nullcontext()
 
     def tables_of(self, fingerprint: str, lossless: bool) -> rope.TableCache:
         """Return the rotary tables that all sequences under a fingerprint share, and discard those of another one.

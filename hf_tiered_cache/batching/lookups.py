@@ -194,7 +194,7 @@ class LayerRotations:
         cache = _ObservingCache(attachment, self.tap)
         token = enter(Scope(cache, self.tap))
         try:
-            with torch.no_grad(), attachment.excluding_engine_passes(), _unpaged_attention(attachment.config):
+            with torch.no_grad(), attachment.excluding_engine_passes, _unpaged_attention(attachment.config):
                 ids = torch.zeros(1, HASH_TOKENS, dtype=torch.int64, device=attachment.devices[0])
                 attachment.forward(ids, cache)
         finally:

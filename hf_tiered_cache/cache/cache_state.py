@@ -110,7 +110,7 @@ class CacheState:
         fingerprinter = fingerprinter_of(attachment)
         if fingerprinter.rows_have_adapters():
             return reasons.ROW_ADAPTERS
-        with attachment.excluding_engine_passes():
+        with attachment.excluding_engine_passes:
             identity = fingerprinter.look(self.options.tag, begins_request)
         if identity.training:
             return reasons.TRAINING
@@ -197,7 +197,7 @@ class CacheState:
 
     def follow(self, cache: LayeredCache, sequence: SequenceState) -> None:
         """Attach a sequence to the cache. Its computed KV is stored even after the cache is garbage collected."""
-        self.sequence, self.history = sequence, sequence.history
+        self.sequence, self.history = sequence, sequence.recorder.history
         if self.options.record:
             self.store.register(sequence.recorder)
             self._finish = weakref.finalize(cache, self.store.writer.soon, sequence.recorder.finish)

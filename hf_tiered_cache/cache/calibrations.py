@@ -283,10 +283,12 @@ class PrefixCalibration:
 
 def prefix_calibration(storage: Storage, fingerprint: str, device: torch.device, provenance: str) -> PrefixCalibration:
     """Return what `calibrate_prefix` measured."""
+    names = _prefix_name(storage, fingerprint, device, provenance), _factors_name(storage, fingerprint, device)
     records = storage.calibrations.read()
-    measured = _loaded(PrefixCosts, records.get(_prefix_name(storage, fingerprint, device, provenance), []))
-    factors = _factors_in(records.get(_factors_name(storage, fingerprint, device), []))
-    return PrefixCalibration(measured, factors)
+    if names[0] not in records:
+        return PrefixCalibration()
+    measured, factors = (records.get(name, []) for name in names)
+    return PrefixCalibration(_loaded(PrefixCosts, measured), _factors_in(factors))
 
 
 def _by_tier(tokens: int, measured: dict[int, dict[str, float]]) -> dict[str, float]:

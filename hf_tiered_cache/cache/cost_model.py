@@ -53,7 +53,7 @@ def choose_strategy(plan: Plan, sequence: SequenceState) -> tuple[Plan | None, s
 
     Return the plan with recomputed prefixes by layer and "", or None and the reason why all is computed.
     """
-    method, store, devices = sequence.method, sequence.store, sequence.attachment.devices
+    method, store = sequence.method, sequence.store
     recompute: float | Literal["auto"] = 0.0
     decline = False
     steepness: Sequence[float] = STEEPNESS
@@ -75,7 +75,7 @@ def choose_strategy(plan: Plan, sequence: SequenceState) -> tuple[Plan | None, s
         return None, reasons.PREFIX_NOT_STORED
     if not may_recompute:
         recompute = 0.0
-    residency, device_of = store.residency, devices.__getitem__
+    residency, device_of = store.residency, sequence.attachment.devices.__getitem__
     chosen_plan = fastest_plan(plan, required, recompute, decline, costs, residency, device_of, steepness)
     return chosen_plan, "" if chosen_plan is not None else reasons.SLOWER
 

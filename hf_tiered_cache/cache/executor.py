@@ -301,7 +301,7 @@ class Executor(CacheState):
         snapshots = [vars(source).copy() for source in sources]
         self.forward_pass = forward_pass
         try:
-            with self.attachment.excluding_engine_passes():
+            with self.attachment.excluding_engine_passes:
                 batched_passes = self.attachment.batched_passes
                 output = forward_pass.run(forward, kwargs)
                 if self.attachment.batched_passes != batched_passes:

@@ -127,10 +127,11 @@ class StoredCache(Cache, ServedCache):
         executor, checks = self._executor, self._executor.store.spot_checks
         run, executor.restored = executor.restored, None
         sequence = executor.sequence
-        if run is None or sequence is None or not executor.store.usable:
+        if run is None or sequence is None:
             return
         began = time.perf_counter()
-        if not checks.is_due(sum(piece.count for piece in run.pieces), began - run.began, run.seconds):
+        is_due = checks.is_due(sum(piece.count for piece in run.pieces), began - run.began, run.seconds)
+        if not is_due or not executor.store.usable:
             return
         pad, first_held = sequence.history.pads[0], held_from(self.layers)
         choice = None if first_held is None else checks.choose(run, first_held - pad)

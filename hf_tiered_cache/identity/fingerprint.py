@@ -267,7 +267,7 @@ def fingerprinter_of(attachment: Attachment) -> Fingerprinter:
 
 def fingerprint_of(attachment: Attachment, tag: str = "") -> str:
     """Return the current fingerprint of an attached model with a user's tag, between the passes of an engine."""
-    with attachment.excluding_engine_passes():
+    with attachment.excluding_engine_passes:
         return fingerprinter_of(attachment).look(tag).fingerprint
 
 

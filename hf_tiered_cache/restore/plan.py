@@ -15,7 +15,7 @@ import numpy as np
 
 from ..store.geometry import BlockGroup
 from ..store.segment import SegmentReader
-from .rows import PlanContext, Positions, RowGroup, SegmentSlice, of_row, places, row_by_row
+from .rows import PlanContext, Positions, RowGroup, SegmentSlice, first_of_end, of_row, places, row_by_row
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Plan:
     @cached_property
     def restored_until(self) -> int:
         """First position from which on every layer computes all positions, in every row."""
-        return max(_run_at_end(row) for (row,) in row_by_row(self.computed[-1]))  # no layer computes less
+        return first_of_end(self.computed[-1])  # no layer computes less
 
     def hidden_indexes(self, layer: int) -> Positions | None:
         """Return which hidden states of the layer before `layer` keeps, int64 `[n]` or `[rows, n]`, or None for all."""
@@ -361,9 +361,3 @@ class DeferredChoice:
     compare_layer: int
     share: float
     question_tokens: tuple[int, ...] = ()
-
-
-def _run_at_end(positions: np.ndarray) -> int:
-    """Return the first position of the consecutive run that ends `positions`, ascending."""
-    gaps = np.flatnonzero(np.diff(positions) > 1)
-    return int(positions[gaps[-1] + 1] if len(gaps) else positions[0])

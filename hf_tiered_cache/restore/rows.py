@@ -56,6 +56,12 @@ def row_by_row(*several: Positions) -> Iterator[tuple[np.ndarray, ...]]:
         yield tuple(of_row(positions, row) for positions in several)
 
 
+def first_of_end(positions: Positions) -> int:
+    """Return the first position from which on every row has all positions up to its last one."""
+    gaps = np.diff(positions) > 1  # bool [n - 1], or [rows, n - 1]
+    return int(positions[..., 1:][gaps].max(initial=positions[..., 0].max()))
+
+
 def places(subset: Positions, superset: Positions) -> Positions | None:
     """Return the indexes of `subset` in `superset`, int64 `[n]` or `[rows, n]`; None if the two are equal."""
     if subset is superset or np.array_equal(subset, superset):
