@@ -82,7 +82,7 @@ class Method(ABC):
         """Provenance of exact KV in the codec of this method."""
         return coded_provenance(EXACT, self.geometry.codec)
 
-    @property
+    @cached_property
     def provenance(self) -> str:
         """Name of the way this method computes KV, stored with it. Exact lookups find exact KV only."""
         return self.exact_provenance
