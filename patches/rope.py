@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -18,12 +19,13 @@ _POSITIONS_AT_ONCE = 1 << 14
 """Number of positions for which a module makes cos and sin at once. It needs several times the memory of the result."""
 _SAMPLED = 16
 """Number of positions at which two rotations are compared."""
+_version = attrgetter("_version")
 
 
 def writes_to(*tensors: torch.Tensor) -> tuple[int, ...] | None:
     """Return the number of in-place writes to each tensor so far; None in inference mode, which does not count them."""
     try:
-        return tuple(tensor._version for tensor in tensors)
+        return tuple(map(_version, tensors))
     except RuntimeError:
         return None
 
