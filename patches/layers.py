@@ -97,7 +97,8 @@ def devices_of(model: PreTrainedModel, count: int) -> list[torch.device]:
     for layer in layers:
         device = getattr(getattr(layer, "_hf_hook", None), "execution_device", None)
         if device is None:
-            device = next((p.device for p in layer.parameters() if p.device.type != "meta"), "cpu")
+            parts = (part for module in layer.modules() for part in module._parameters.values())
+            device = next((part.device for part in parts if part is not None and not part.is_meta), "cpu")
         devices.append(torch.device("cuda", device) if isinstance(device, int) else torch.device(device))
     return devices
 

@@ -157,9 +157,9 @@ class DenseSource(KVBuffer, CacheLayerMixin):
         else:
             self._announced()
             keys, values = self._fill(restoring, kind, pre_rope, key_states, value_states, first)
-        if plan.suffix is not None:
-            keys[:, :, plan.suffix - first :] = key_states
-            values[:, :, plan.suffix - first :] = value_states
+        if (suffix := plan.suffix) is not None:
+            for target, computed in ((keys, key_states), (values, value_states)):
+                target.narrow(2, suffix - first, computed.shape[2]).copy_(computed)
             return self._visible(key_states.shape[2])
         if isinstance(plan, RecomputePlan):
             recomputed = plan.recompute_lengths[self.index]

@@ -49,20 +49,16 @@ class JoinedLayers:
     """Unrotated keys of the layer that was restored first. The other layers must rotate in the same way."""
 
     def of(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the buffers of a layer's keys and values, `[1, heads, capacity, dim]` each."""
-        layer_memory = self.memory[self.layers.index(layer)]
-        keys, values = (_without_view(layer_memory[part : part + 1]) for part in (0, 1))
-        return keys, values
+        """Return the buffers of a layer's keys and values, `[1, heads, capacity, dim]` each.
+
+        They are no views for PyTorch, so that passes with gradients may write to them.
+        """
+        keys, values = self.memory[self.layers.index(layer)].split(1)
+        return keys.data, values.data
 
     def tensors(self, name: TensorName) -> torch.Tensor:
         """Return the keys or the values of all layers, `[layers, heads, capacity, dim]`."""
         return self.memory[:, 0 if name == "key" else 1]
-
-
-def _without_view(view: torch.Tensor) -> torch.Tensor:
-    """Return a tensor with the memory of a view that is no view, so that passes with gradients may write to it."""
-    with torch.inference_mode(False):
-        return view.new_empty(0).set_(view.untyped_storage(), view.storage_offset(), view.shape, view.stride())
 
 
 class Prefetch:

@@ -13,7 +13,7 @@ from thorough import pairs
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.layers import buffer as buffer_module
 from hf_tiered_cache.methods import METHODS, Passages, make_method
-from hf_tiered_cache.restore import prefetch as prefetch_module
+from hf_tiered_cache.restore.prefetch import JoinedLayers
 
 GREEDY = {"do_sample": False, "max_new_tokens": 3}
 SETTINGS = [
@@ -46,8 +46,16 @@ def made(monkeypatch):
 
         return make
 
-    for module, name in ((buffer_module, "_empty"), (prefetch_module, "_without_view")):
-        monkeypatch.setattr(module, name, noting(getattr(module, name)))
+    def noting_layers(real):
+        def of(joined, layer):
+            buffers = real(joined, layer)
+            made.extend(map(weakref.ref, buffers))
+            return buffers
+
+        return of
+
+    monkeypatch.setattr(buffer_module, "_empty", noting(buffer_module._empty))
+    monkeypatch.setattr(JoinedLayers, "of", noting_layers(JoinedLayers.of))
     return made
 
 
