@@ -81,19 +81,6 @@ class BlockRequest(NamedTuple):
     block_group: int
     chunks: np.ndarray
 
-    @property
-    def owner(self) -> Owner:
-        return self.reader.owners[self.block_group]
-
-    @property
-    def block_bytes(self) -> int:
-        return self.reader.shape.block_groups[self.block_group].block_bytes
-
-    @property
-    def num_chunks(self) -> int:
-        """Number of all chunks of the KV cache group."""
-        return self.reader.shape.chunks_in(self.reader.shape.block_groups[self.block_group])
-
 
 @dataclass(eq=False)
 class Pin:
@@ -169,19 +156,17 @@ class Pins(set[Pin]):
             if pin.stream is not None and pin.release_event is not None:
                 pin.stream.await_computation(pin.release_event)
 
-    def reap(self, unpin: Callable[[Tier, SlotPool, np.ndarray], None]) -> None:
-        """Unpin the slots of all pins that are over."""
+    def reap(self) -> list[tuple[Tier, SlotPool, np.ndarray]]:
+        """Unpin the slots of all pins that are over, and return those that have no pin left."""
         for pin in list(self):
             if pin.release_event is None and pin.handle is not None and pin.handle() is None:
                 pin.end()  # an interrupt lost the handle
             is_done = pin.check is not None and pin.check.is_done()  # maybe before the copies end
             if pin.on_verified and (is_done or pin.is_released()):
                 pin.keep_checked()
-        for pin in list(self):  # including pins that `keep_checked` added
-            if pin.is_released() and not pin.on_verified:
-                for tier, pool, slots in pin.slots:
-                    unpin(tier, pool, slots)
-                self.discard(pin)
+        over = [pin for pin in self if pin.is_released() and not pin.on_verified]  # also of those that this has added
+        self.difference_update(over)
+        return [(tier, pool, pool.unpin(slots)) for pin in over for tier, pool, slots in pin.slots]
 
 
 @dataclass(eq=False)
@@ -208,6 +193,16 @@ class FetchedBlocks:
     reserved_slots: list[tuple[Tier, SlotPool, np.ndarray]] = field(default_factory=list)
     moved: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     """Chunks that the device tier takes over from the host, int64, ascending."""
+
+    def __post_init__(self) -> None:
+        reader, number, _ = self.request
+        self.owner, self.block_bytes = reader.owners[number], reader.shape.block_groups[number].block_bytes
+
+    @property
+    def num_chunks(self) -> int:
+        """Number of all chunks of the KV cache group."""
+        shape = self.request.reader.shape
+        return shape.chunks_in(shape.block_groups[self.request.block_group])
 
     @property
     def arrived(self) -> Blocks:

@@ -44,7 +44,6 @@ class Residency(TierSet):
         the same pass requests `later` stay in memory until the release: without this, a prefix that does not fit evicts
         its own blocks before their turn, and reads them again.
         """
-        self.prepare(device)
         handle = BlockHandle(requests, self.confirm, self.retire)
         try:
             with self._lock, self._guard:
@@ -74,10 +73,10 @@ class Residency(TierSet):
         later: Iterable[BlockRequest],
     ) -> None:
         """Pin the requested blocks that are already in memory. The others are to be read from disk."""
+        self.prepare(device)
         pin, gpu = handle.pin, self._gpu(device)
-        handle.gpu = gpu
-        self._tick(gpu)
-        pin.stream = None if gpu is None else gpu.stream
+        self._tick()
+        handle.gpu, pin.stream = gpu, None if gpu is None else gpu.stream
         self._pins.add(pin)
         for fetched in handle.fetched if ahead else ():
             self._limit_to_budgets(fetched, gpu)
@@ -89,7 +88,8 @@ class Residency(TierSet):
             self._pin_blocks(tier, handle, collector)  # before slots are acquired, which may evict blocks
         if any(len(fetched.from_disk) for fetched in handle.fetched):
             for tier, request in itertools.product(tiers, later):
-                if (pinned := tier.pin(request.owner, request.chunks, is_use=False)) is not None:
+                owner = request.reader.owners[request.block_group]
+                if (pinned := tier.pin(owner, request.chunks, is_use=False)) is not None:
                     pin.slots.append((tier, *pinned[:2]))
 
     def _needs(self, handle: BlockHandle) -> Counter[tuple[Tier, int]]:
@@ -98,9 +98,8 @@ class Residency(TierSet):
         for fetched in handle.fetched:
             if fetched.request.reader.gone:  # no tier keeps blocks of a deleted segment
                 continue
-            num_reads, size = len(fetched.from_disk), fetched.request.block_bytes
-            num_uploads = num_reads + sum(map(len, fetched.host_blocks))
-            if gpu is not None and num_uploads:
+            num_reads, size = len(fetched.from_disk), fetched.block_bytes
+            if gpu is not None and (num_uploads := num_reads + sum(map(len, fetched.host_blocks))):
                 room, vacant = gpu.tier.room(size), gpu.tier.vacant(size)
                 needs[gpu.tier, size] += num_uploads
                 needs[gpu.staging, size] += max(0, num_uploads - room)
@@ -147,7 +146,7 @@ class Residency(TierSet):
             for fetched in disk_fetches:
                 count = len(fetched.from_disk)
                 found_count, lost_count = (0, count) if error else (count, 0)
-                collector.looked_up("disk", found_count, lost_count, found_count * fetched.request.block_bytes)
+                collector.looked_up("disk", found_count, lost_count, found_count * fetched.block_bytes)
             try:
                 unverified_runs = [run for run in direct_runs if run[0].verifies]
                 if error is None and unverified_runs and pin.stream is not None:
@@ -186,7 +185,7 @@ class Residency(TierSet):
         handle = BlockHandle((), self.confirm, self.retire)  # internal handle that pins the slots while they are filled
         try:
             with self._lock, self._guard:
-                self._tick(None)
+                self._tick()
                 missing_chunks = chunks[self.host.lookup(owner, chunks) < 0]
                 self._pins.add(handle.pin)
                 (targets,) = self._reserve(self.host, block_bytes, [(None, missing_chunks)], handle.pin)
@@ -203,7 +202,7 @@ class Residency(TierSet):
 
     def _limit_to_budgets(self, fetched: FetchedBlocks, gpu: DeviceMemory | None) -> None:
         """Drop requested chunks that exceed the budget, uncached chunks first."""
-        owner, size, chunks = fetched.request.owner, fetched.request.block_bytes, fetched.chunks
+        owner, size, chunks = fetched.owner, fetched.block_bytes, fetched.chunks
         target = self.host if gpu is None else gpu.tier
         in_tier = target.lookup(owner, chunks) >= 0
         missing_chunks = chunks[~in_tier]
@@ -217,7 +216,7 @@ class Residency(TierSet):
     def _pin_blocks(self, tier: Tier, handle: BlockHandle, collector: StatsCollector) -> None:
         """Pin the blocks that `tier` holds of the chunks that no earlier tier holds."""
         num_found = num_missing = nbytes = 0
-        pinned_slots = [tier.pin(fetched.request.owner, fetched.from_disk) for fetched in handle.fetched]
+        pinned_slots = [tier.pin(fetched.owner, fetched.from_disk) for fetched in handle.fetched]
         for fetched, pinned in zip(handle.fetched, pinned_slots, strict=True):
             chunks = fetched.from_disk
             if pinned is not None:
@@ -226,7 +225,7 @@ class Residency(TierSet):
                 blocks = fetched.host_blocks if tier is self.host else fetched.device_blocks
                 blocks.append(pool.blocks(slots, chunks[in_tier]))
                 fetched.from_disk = chunks[~in_tier]
-                num_found, nbytes = num_found + len(slots), nbytes + len(slots) * fetched.request.block_bytes
+                num_found, nbytes = num_found + len(slots), nbytes + len(slots) * fetched.block_bytes
             num_missing += len(fetched.from_disk)
         collector.looked_up(tier.name, num_found, num_missing, nbytes)
 
@@ -236,7 +235,7 @@ class Residency(TierSet):
         batches: dict[tuple[int, bool], list[tuple[FetchedBlocks, np.ndarray]]] = {}
         for fetched in handle.fetched:
             if len(fetched.from_disk):
-                key = fetched.request.block_bytes, fetched.request.reader.gone
+                key = fetched.block_bytes, fetched.request.reader.gone
                 batches.setdefault(key, []).append((fetched, fetched.from_disk))
         for (size, is_deleted), batch in batches.items():  # a deleted segment is not looked up again
             if gpu is not None and self._direct and not is_deleted:
@@ -270,7 +269,7 @@ class Residency(TierSet):
             pin.copied = pin.stream.copied()
         for fetched in handle.fetched:
             if gpu is not None and len(fetched.staged_blocks):
-                keep_staged = partial(self._keep_staged, fetched.request, gpu, fetched.staged_blocks)
+                keep_staged = partial(self._keep_staged, fetched, gpu, fetched.staged_blocks)
                 if pin.check is None:
                     keep_staged()
                 else:
@@ -279,23 +278,23 @@ class Residency(TierSet):
 
     def _insert(self, fetched: FetchedBlocks, handle: BlockHandle) -> None:
         """Insert the blocks of a request that were read, or copied to the device, into the tiers that keep them."""
-        request, host_chunks = fetched.request, Blocks.join(fetched.host_blocks).chunks
-        for tier, pool, slots in fetched.reserved_slots if not request.reader.gone else ():
+        for tier, pool, slots in fetched.reserved_slots if not fetched.request.reader.gone else ():
             new_slots = slots[pool.owner[slots] == RESERVED]
             if tier is self.host:  # exclusive tiers: slots of moved blocks stay reserved until the release
                 new_slots = new_slots[~np.isin(pool.chunk[new_slots], fetched.moved)]
             elif handle.pin.check is not None:
+                host_chunks = Blocks.join(fetched.host_blocks).chunks
                 is_direct = np.isin(pool.chunk[new_slots], host_chunks, invert=True)
-                handle.pin.on_verified.append(partial(self._enter, tier, pool, new_slots[is_direct], request))
+                handle.pin.on_verified.append(partial(self._enter, tier, pool, new_slots[is_direct], fetched))
                 new_slots = new_slots[~is_direct]
-            self._enter(tier, pool, new_slots, request)
+            self._enter(tier, pool, new_slots, fetched)
 
     @staticmethod
-    def _enter(tier: Tier, pool: SlotPool, slots: np.ndarray, request: BlockRequest) -> None:
+    def _enter(tier: Tier, pool: SlotPool, slots: np.ndarray, fetched: FetchedBlocks) -> None:
         """Insert the blocks in these slots into the tier, so that other requests find them."""
         slots = slots[pool.owner[slots] == RESERVED]
-        if len(slots) and not request.reader.gone:
-            tier.insert(pool, slots, request.owner, pool.chunk[slots], request.num_chunks)
+        if len(slots) and not fetched.request.reader.gone:
+            tier.insert(pool, slots, fetched.owner, pool.chunk[slots], fetched.num_chunks)
 
     def confirm(self, pin: Pin) -> None:
         """Wait until direct reads are verified, and insert their blocks. Raises IntegrityError if one is damaged."""
@@ -311,7 +310,7 @@ class Residency(TierSet):
         batches: dict[int, list[tuple[FetchedBlocks, Blocks]]] = {}
         for fetched in handle.fetched:
             if len(host_blocks := Blocks.join(fetched.host_blocks)):
-                batches.setdefault(fetched.request.block_bytes, []).append((fetched, host_blocks))
+                batches.setdefault(fetched.block_bytes, []).append((fetched, host_blocks))
         for size, batch in batches.items():
             sources = [host_blocks for _, host_blocks in batch]
             requests = [(fetched, host_blocks.chunks) for fetched, host_blocks in batch]
@@ -335,11 +334,11 @@ class Residency(TierSet):
                 fetched.device_blocks.append(target)
             handle.owns_memory |= any(map(len, rests))
 
-    def _keep_staged(self, request: BlockRequest, gpu: DeviceMemory, blocks: Blocks) -> None:
+    def _keep_staged(self, fetched: FetchedBlocks, gpu: DeviceMemory, blocks: Blocks) -> None:
         """Keep a host copy of blocks that were read from disk into the staging area."""
-        if not request.reader.gone:
-            usage = self._usage(request.owner, blocks.chunks)
-            self._move_down(gpu.device, request.owner, request.num_chunks, blocks, usage)
+        if not fetched.request.reader.gone:
+            usage = self._usage(fetched.owner, blocks.chunks)
+            self._move_down(gpu.device, fetched.owner, fetched.num_chunks, blocks, usage)
 
     # --- release and repair
 
@@ -355,7 +354,7 @@ class Residency(TierSet):
                 for fetched in handle.fetched:
                     fetched.locate(())
                 handle.event.error = None  # a raised error keeps the frames of waiting threads alive, and their KV
-            self._pins.reap(self._unpin)
+            self._free_idle(self._pins.reap())
 
 
 def _without(chunks: np.ndarray, *excluded_blocks: Blocks) -> np.ndarray:

@@ -109,7 +109,7 @@ class TierSet:
         with self._lock, self._guard:
             for tier in self.tiers:
                 tier.forget(segments)
-            self._pins.reap(self._unpin)
+            self._free_idle(self._pins.reap())
 
     def segments(self) -> set[str]:
         """Return the ids of segments with blocks or indexes in memory."""
@@ -130,7 +130,7 @@ class TierSet:
         """Forget all blocks and indexes and free the memory. Slabs with pinned slots are kept while the store is."""
         with self._lock, self._guard:
             self._pins.order_work()
-            self._pins.reap(self._unpin)
+            self._free_idle(self._pins.reap())
             for tier in self.tiers:
                 tier.clear()
         self.index_cache.clear()
@@ -198,11 +198,11 @@ class TierSet:
             self._gpus[device] = gpu
         return self._gpus[device]
 
-    def _tick(self, gpu: DeviceMemory | None) -> None:
+    def _tick(self) -> None:
         self._clock += 1
-        for tier in [self.host] if gpu is None else [self.host, gpu.tier, gpu.staging]:
+        for tier in self.tiers:
             tier.clock = self._clock
-        self._pins.reap(self._unpin)
+        self._free_idle(self._pins.reap())
 
     def _reserve(
         self,
@@ -220,7 +220,7 @@ class TierSet:
         chunk_sets = [chunks for _, chunks in requests]
         if not tier.budget or not any(map(len, chunk_sets)):
             return [NO_BLOCKS] * len(requests)
-        usages = [self._usage(fetched.request.owner, chunks) for fetched, chunks in requests if fetched is not None]
+        usages = [self._usage(fetched.owner, chunks) for fetched, chunks in requests if fetched is not None]
         all_chunks = np.concatenate(chunk_sets)
         pool, slots, kept = tier.acquire(block_bytes, len(all_chunks), Usage.join(usages) if usages else arriving)
         if len(slots):
@@ -261,19 +261,16 @@ class TierSet:
             gpu.stream.copied().synchronize()
         for tier in self.tiers:
             tier.mend(self._pins.in_tier(tier))
-        for pool in self.host.pools():
-            # blocks that moved to a device in that change
-            self._free_idle(self.host, pool, np.flatnonzero(pool.is_evictable))
+        # blocks that moved to a device in that change
+        self._free_idle((self.host, pool, np.flatnonzero(pool.is_evictable)) for pool in self.host.pools())
 
-    def _unpin(self, tier: Tier, pool: SlotPool, slots: np.ndarray) -> None:
-        """Unpin slots. Free reserved and orphaned ones, and host slots with a block that is now on a device."""
-        self._free_idle(tier, pool, pool.unpin(slots))
-
-    def _free_idle(self, tier: Tier, pool: SlotPool, slots: np.ndarray) -> None:
-        owners = pool.owner[slots]
-        is_unused = (owners == RESERVED) | (owners == ORPHANED)
-        if tier is self.host:
-            for gpu in self._gpus.values():
-                is_unused |= tier.also_in(gpu.tier, pool, slots)
-        if is_unused.any():
-            tier.discard(pool, slots[is_unused])
+    def _free_idle(self, unpinned: Iterable[tuple[Tier, SlotPool, np.ndarray]]) -> None:
+        """Of unpinned slots, free reserved and orphaned ones, and host slots with a block that is now on a device."""
+        for tier, pool, slots in unpinned:
+            owners = pool.owner[slots]
+            is_unused = (owners == RESERVED) | (owners == ORPHANED)
+            if tier is self.host:
+                for gpu in self._gpus.values():
+                    is_unused |= tier.also_in(gpu.tier, pool, slots)
+            if is_unused.any():
+                tier.discard(pool, slots[is_unused])

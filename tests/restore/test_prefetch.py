@@ -46,6 +46,10 @@ class Reader:
     def held(self):
         return self.shape.held
 
+    @property
+    def owners(self):
+        return [(self.id, group.index, 0) for group in self.shape.block_groups]
+
 
 class Lease:
     has_arrived = is_confirmed = True
