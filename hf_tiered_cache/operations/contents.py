@@ -263,7 +263,7 @@ class StoreContents:
             with suppress(OSError):  # then without the sidecars
                 stats.disk.bytes += sum(disk.sidecars.by_segment().values())
         stats.disk.budget = disk.limits.quota
-        stats.host.bytes, stats.host.budget = residency.host.nbytes, residency.host.budget
+        stats.host.bytes, stats.host.budget = residency.host.allocated, residency.host.budget
         stats.device.bytes, stats.device.budget = residency.device_bytes
         stats.index.bytes, stats.index.budget = residency.index_cache.allocated, residency.index_cache.budget
         stats.unbudgeted_index_bytes = residency.index_cache.unbudgeted

@@ -12,7 +12,7 @@ import numpy as np
 from ..store.geometry import ALIGNMENT
 from ..store.lazy import torch
 from .scores import EvictionPolicy, Owner, ScoreTable, Usage
-from .slabs import FREE, GONE, NO_MEMORY, Blocks, SlabStock, SlotPool
+from .slabs import FREE, GONE, NO_MEMORY, ORPHANED, Blocks, SlotPool
 
 logger = logging.getLogger("hf_tiered_cache")
 
@@ -90,7 +90,6 @@ class Tier:
         self.evicted = 0
         self.clock = 0
         self.allocate, self.allocate_own = allocate, allocate_own or allocate
-        self.stock = SlabStock()
         self._on_evict, self._added = on_evict, added
         self._scores = scores or ScoreTable(policy.learn)
         self._pools: dict[int, SlotPool] = {}
@@ -150,11 +149,6 @@ class Tier:
     def budget(self) -> int:
         """Bytes that the tier may allocate now: less than its budget for a while after a failed allocation."""
         return self._size_limit if time.monotonic() < self._limited_until else self._budget
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of allocated memory, including slabs allocated in advance."""
-        return self.allocated + self.stock.nbytes
 
     # --- acquiring and freeing slots
 
@@ -227,7 +221,6 @@ class Tier:
 
     def clear(self) -> None:
         """Forget every block and free the memory, except for slabs with pinned slots."""
-        self.stock.clear()
         for table in list(self._latest.values()):
             self._forget_all(table)
         for pool in self._pools.values():
@@ -257,55 +250,46 @@ class Tier:
     # --- slabs and owners
 
     def wants(self, block_bytes: int, count: int) -> list[int]:
-        """Return the sizes in bytes of the slabs to allocate, beyond those in stock, to get `count` free slots."""
+        """Return the sizes in bytes of the slabs to allocate to get `count` free slots."""
         missing, room = count - len(self.pool(block_bytes).free), self.budget - self.allocated
         sizes: list[int] = []
         while missing > 0 and (nbytes := self._slab_bytes(block_bytes, room)):
             sizes.append(nbytes)
             missing, room = missing - nbytes // block_bytes, room - nbytes - ALIGNMENT
-        return self.stock.lacks(sizes)
+        return sizes
 
     def _slab_bytes(self, block_bytes: int, room: int) -> int:
         """Return the bytes of the next slab, at most `room` with alignment; 0 if no block fits."""
         slots = slab_slots(block_bytes, self.budget, self.least_slab)
         return max(0, min((room - ALIGNMENT) // block_bytes, slots)) * block_bytes
 
-    def put_in_stock(self, memory: torch.Tensor) -> None:
-        """Keep memory, uint8 `[nbytes]`, for a later slab if it fits in the budget."""
-        if self.nbytes + memory.numel() + ALIGNMENT <= self.budget:
-            self.stock.append(memory)
+    def add_slab(self, block_bytes: int, memory: torch.Tensor) -> None:
+        """Add memory, uint8 `[nbytes]`, as free slots for blocks of a size, if it fits in the budget."""
+        if self.allocated + memory.numel() + ALIGNMENT <= self.budget:
+            slab = memory.view(-1, block_bytes)
+            self.pool(block_bytes).add_slab(slab)
+            self.allocated += memory.numel() + ALIGNMENT
+            if self._added is not None:
+                self._added(slab)
 
     def stay(self, error: Exception) -> None:
         """Stop the growth of the tier for `RETRY_SECONDS` after a failed allocation."""
         level = logging.DEBUG if self._limited_until else logging.WARNING  # the first failure is a warning
         logger.log(level, "no memory for more blocks (%s), so the %s tier keeps its size for now", error, self.name)
-        self.stock.clear()
         self._size_limit, self._limited_until = self.allocated, time.monotonic() + RETRY_SECONDS
 
     def _grow(self, pool: SlotPool, count: int) -> None:
         """Add slabs until `count` slots are free. Beyond the budget, take memory from less recently used pools."""
         while len(pool.free) < count:
-            nbytes = self._slab_bytes(pool.block_bytes, self.budget - self.allocated)
-            if nbytes:
+            if nbytes := self._slab_bytes(pool.block_bytes, self.budget - self.allocated):
                 try:
-                    memory = self._slab_memory(nbytes)
+                    memory = self.allocate(nbytes)
                 except NO_MEMORY as error:
                     self.stay(error)
-                    continue
-                slab = memory.view(-1, pool.block_bytes)
-                pool.add_slab(slab)
-                self.allocated += nbytes + ALIGNMENT
-                if self._added is not None:
-                    self._added(slab)
+                else:
+                    self.add_slab(pool.block_bytes, memory)
             elif not self._take_from_others(pool):
                 return
-
-    def _slab_memory(self, nbytes: int) -> torch.Tensor:
-        if (memory := self.stock.take(nbytes)) is not None:
-            return memory
-        if self.nbytes + nbytes + ALIGNMENT > self.budget:  # slabs in stock have other sizes
-            self.stock.clear()
-        return self.allocate(nbytes)
 
     def _take_from_others(self, pool: SlotPool) -> bool:
         """Free the least recently used slab of another pool and return True.
@@ -364,7 +348,7 @@ class Tier:
         pool, slots = table.pool, table.slots[table.slots >= 0]
         in_use = pool.pins[slots] > 0
         self._part(pool, slots[in_use])
-        pool.orphan(slots[in_use])
+        pool.owner[slots[in_use]] = ORPHANED
         self.discard(pool, slots[~in_use])
 
     def _part(self, pool: SlotPool, slots: np.ndarray) -> None:

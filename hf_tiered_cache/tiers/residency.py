@@ -48,7 +48,8 @@ class Residency(TierSet):
         try:
             with self._lock, self._guard:
                 self._pin_requested(handle, device, collector, ahead, later)
-                slabs = self._missing_slabs(self._needs(handle))
+                needs = self._needs(handle)
+                slabs = self._missing_slabs(needs) if needs else []
                 read = None if slabs else self._begin(handle, collector)
             if slabs:
                 self._make_slabs(slabs)

@@ -7,14 +7,12 @@ arrays of slabs and slots, so that many blocks are indexed at once.
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from ..store.geometry import ALIGNMENT
 from ..store.lazy import torch
 from .scores import EvictionPolicy, Usage
 
@@ -83,9 +81,6 @@ class Blocks:
 
     def rows_by_slab(self) -> Iterator[tuple[torch.Tensor, np.ndarray, np.ndarray]]:
         """Yield each slab with its rows that hold blocks, and the indices of these blocks, int64 `[n]` each."""
-        if len(self.slabs) == 1:
-            yield self.slabs[0], self.slot, np.arange(len(self))
-            return
         for number, slab in enumerate(self.slabs):
             if len(indices := np.flatnonzero(self.slab == number)):
                 yield slab, self.slot[indices], indices
@@ -124,29 +119,6 @@ def overlaps(sources: Sequence[BlockRun], targets: Sequence[BlockRun]) -> Iterat
 
 NO_MEMORY = (RuntimeError, MemoryError, OSError)
 """Errors that CUDA, page-locking and mmap raise if an allocation fails."""
-
-
-class SlabStock(list["torch.Tensor"]):
-    """Stock of memory that one tier has allocated and not used yet, uint8 `[nbytes]` each."""
-
-    is_ordered = False
-    """True if another slab is being allocated."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in stock, alignment included."""
-        return sum(memory.numel() + ALIGNMENT for memory in self)
-
-    def take(self, nbytes: int) -> torch.Tensor | None:
-        """Remove and return memory of exactly this size, or return None."""
-        for number, memory in enumerate(self):
-            if memory.numel() == nbytes:
-                return self.pop(number)
-        return None
-
-    def lacks(self, requested_sizes: Iterable[int]) -> list[int]:
-        """Return the sizes that are not in stock; each memory in stock satisfies one size."""
-        return list((Counter(requested_sizes) - Counter(memory.numel() for memory in self)).elements())
 
 
 _FEW_SLOTS, _RANKED_SHARE = 1024, 64
@@ -261,10 +233,6 @@ class SlotPool:
         self.is_evictable[idle_slots] = self.owner[idle_slots] >= 0
         self._note_change(idle_slots)  # they may have been pinned when the slots were ranked
         return idle_slots
-
-    def orphan(self, slots: np.ndarray) -> None:
-        """Forget the blocks of pinned slots."""
-        self.owner[slots] = ORPHANED
 
     def use(self, slots: np.ndarray, clock: int) -> None:
         """Record that blocks in slots are used at this time of the tier."""

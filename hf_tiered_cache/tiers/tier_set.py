@@ -69,8 +69,8 @@ class TierSet:
         self._clock = 0
         self._read_worker = Worker()  # a read interrupted while starting could not be undone
         self._slab_worker: Worker | None = None
-        self._allocates_ahead = False
-        """True if a worker thread allocates one slab of the host tier in advance."""
+        self._allocates_ahead = self._is_allocating = False
+        """True if a worker thread allocates one slab of the host tier in advance; and while it does."""
 
     def prepare(self, device: torch.device) -> None:
         """Page-lock the host memory that is allocated from now on, if a model on `device` needs this."""
@@ -119,7 +119,7 @@ class TierSet:
     @property
     def device_bytes(self) -> tuple[int, int]:
         """Bytes allocated on all devices, staging areas included, and their limit."""
-        allocated_bytes = sum(gpu.tier.nbytes + gpu.staging.nbytes for gpu in self._gpus.values())
+        allocated_bytes = sum(gpu.tier.allocated + gpu.staging.allocated for gpu in self._gpus.values())
         return allocated_bytes, max(1, len(self._gpus)) * self.device_budget + len(self._gpus) * self.staging_budget
 
     @property
@@ -137,30 +137,30 @@ class TierSet:
 
     # --- slabs, allocated outside the lock that all requests share, since page-locking takes milliseconds
 
-    def _missing_slabs(self, needs: Mapping[tuple[Tier, int], int]) -> list[tuple[Tier, int]]:
-        """Return the tier and size in bytes of each slab that is needed and not allocated yet, within the budgets.
+    def _missing_slabs(self, needs: Mapping[tuple[Tier, int], int]) -> list[tuple[Tier, int, int]]:
+        """Return tier, block size and bytes of each slab that is needed and not allocated yet, within the budgets.
 
         `needs` is the number of slots that will be acquired, by tier and block size in bytes. This may also order a
         slab in advance. The caller holds the lock.
         """
-        slabs: list[tuple[Tier, int]] = []
+        slabs: list[tuple[Tier, int, int]] = []
         for (tier, size), count in needs.items():
             sizes = tier.wants(size, count)
-            slabs.extend((tier, nbytes) for nbytes in sizes)
-            if tier is self.host and self._allocates_ahead and not tier.stock.is_ordered:
+            slabs.extend((tier, size, nbytes) for nbytes in sizes)
+            if tier is self.host and self._allocates_ahead and not self._is_allocating:
                 next_sizes = tier.wants(size, count + slab_slots(size, tier.budget) // 2)[len(sizes) :]
                 if next_sizes:
                     self._slab_worker = self._slab_worker or Worker()
-                    tier.stock.is_ordered = True
-                    self._slab_worker.do(partial(self._make_ahead, next_sizes[0]))
+                    self._is_allocating = True
+                    self._slab_worker.do(partial(self._make_ahead, (tier, size, next_sizes[0])))
         return slabs
 
-    def _make_slabs(self, slabs: Iterable[tuple[Tier, int]]) -> None:
-        """Allocate slabs and put them in stock. The caller does not hold the lock.
+    def _make_slabs(self, slabs: Iterable[tuple[Tier, int, int]]) -> None:
+        """Allocate slabs. The caller does not hold the lock.
 
         If an allocation fails, its tier stops growing for a while.
         """
-        for tier, nbytes in slabs:
+        for tier, size, nbytes in slabs:
             try:
                 memory = tier.allocate(nbytes)
             except NO_MEMORY as error:
@@ -168,13 +168,13 @@ class TierSet:
                     tier.stay(error)
             else:
                 with self._lock, self._guard:
-                    tier.put_in_stock(memory)
+                    tier.add_slab(size, memory)
 
-    def _make_ahead(self, nbytes: int) -> None:
+    def _make_ahead(self, slab: tuple[Tier, int, int]) -> None:
         try:
-            self._make_slabs([(self.host, nbytes)])
+            self._make_slabs([slab])
         finally:
-            self.host.stock.is_ordered = False
+            self._is_allocating = False
 
     # --- under the lock
 
@@ -236,9 +236,8 @@ class TierSet:
         return reserved
 
     def _usage(self, owner: Owner, chunks: np.ndarray) -> Usage:
-        """Return the usage of arriving blocks."""
-        scores = self.scores.of(owner, chunks)
-        return Usage(np.full(len(chunks), self._clock), np.ones(len(chunks), np.int64), *scores)
+        count, scores = len(chunks), self.scores.of(owner, chunks)
+        return Usage(np.full(count, self._clock), np.ones(count, np.int64), *scores)
 
     def _move_down(self, device: torch.device, owner: Owner, count: int, blocks: Blocks, usage: Usage) -> None:
         """Copy blocks from a device to the host tier, as far as it has room and its policy keeps them."""

@@ -53,7 +53,7 @@ def test_a_quick_return_recomputes_and_reads_nothing(family, share, root):
             assert (recomputed, nbytes) == (0, 0)
             expect(model, text[:, :stop], found)
             assert any(map(any, front_of(store)))  # decided on disk as before
-        assert storage_of(store).residency.host.nbytes <= storage_of(store).residency.host.budget
+        assert storage_of(store).residency.host.allocated <= storage_of(store).residency.host.budget
 
 
 @pytest.mark.parametrize("codec", ["raw", "int8"])
@@ -85,7 +85,7 @@ def test_a_front_is_recomputed_once_after_a_restart(family, codec, root):
             assert read == [0, 0]
             if codec == "raw":
                 expect(model, text[:, :stop], found)
-        assert storage_of(store).residency.host.nbytes <= storage_of(store).residency.host.budget
+        assert storage_of(store).residency.host.allocated <= storage_of(store).residency.host.budget
 
 
 def test_layers_keep_what_they_recompute_after_losing_it(root):
