@@ -124,23 +124,12 @@ def _lowest(score: np.ndarray, last_used: np.ndarray, count: int) -> np.ndarray:
     They are selected, not sorted: a tier of 1 GiB may hold 130,000 blocks, most of which have the same score.
     """
     chosen = np.arange(len(score))
-    if count < len(score):
-        below, ties = _below_and_at_bound(score, count)
-        older, equal = _below_and_at_bound(last_used[ties], count - len(below))
-        chosen = np.concatenate([below, ties[older], ties[equal[: count - len(below) - len(older)]]])
-    return chosen[np.lexsort((chosen, last_used[chosen], score[chosen]))]
-
-
-def _below_and_at_bound(values: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the indices of the values below the `count`-th lowest one, and of those equal to it, ascending."""
-    if not count:
-        return np.empty(0, np.intp), np.empty(0, np.intp)
-    bound = values.min()
-    equal = np.flatnonzero(values == bound)
-    if len(equal) >= count:
-        return equal[:0], equal
-    bound = np.partition(values, count - 1)[count - 1]
-    return np.flatnonzero(values < bound), np.flatnonzero(values == bound)
+    if 0 < count < len(score):
+        bound = np.partition(score, count - 1)[count - 1]
+        chosen = np.flatnonzero(score <= bound)
+        age = np.where(score[chosen] < bound, -1, last_used[chosen])  # lower scores come first, however recently used
+        chosen = chosen[age <= np.partition(age, count - 1)[count - 1]]
+    return chosen[np.lexsort((chosen, last_used[chosen], score[chosen]))[:count]]
 
 
 class ImportanceGuided(AttentionGuided):
@@ -186,8 +175,8 @@ class ScoreTable:
         with self._lock:
             for owner, count, chunks, mass, share in noted:
                 name = owner[:2]
-                row = self._rows.setdefault(name, np.zeros((2, count)))
-                if row.shape[1] != count:  # loaded from a damaged catalogue
+                row = self._rows.get(name)
+                if row is None or row.shape[1] != count:  # new, or loaded from a damaged catalogue
                     row = self._rows[name] = np.zeros((2, count))
                 self._rows.move_to_end(name)
                 row[0, chunks] = self._learn(*row[:, chunks], mass, share)
