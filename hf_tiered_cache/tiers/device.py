@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from ..store.container import PackedBlocks, lin64
 from ..store.lazy import torch
@@ -29,24 +29,19 @@ _MOST_PINNED_BYTES = 256 << 20
 """Limit for page-locked memory; larger KV cache groups use pageable memory, since PyTorch caches page-locked memory."""
 
 
-class Event(Protocol):
-    """Point in the work of a stream."""
+class DoneEvent:
+    """Event of a device that computes synchronously."""
 
     def query(self) -> bool:
         """Return whether the work before the event is done."""
+        return True
 
     def synchronize(self) -> None:
         """Wait in this thread until the work before the event is done."""
 
 
-class DoneEvent:
-    """Event of a device that computes synchronously."""
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        return None
+Event: TypeAlias = "DoneEvent | torch.cuda.Event"
+"""Point in the work of a stream."""
 
 
 class CopyStream:

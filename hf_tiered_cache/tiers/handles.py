@@ -20,7 +20,6 @@ from ..store.segment import Asked, SegmentReader
 from ..store.threads import OneShotEvent
 from .device import CopyStream, DeviceMemory, DoneEvent, Event
 from .pool import Tier
-from .scores import Owner
 from .slabs import NO_BLOCKS, BlockRun, Blocks, SlotPool
 
 
