@@ -355,7 +355,7 @@ class SequenceState:
             self._report.add(plan.groups, plan.base, self.history.pads)
         rows = [row[pad:] for row, pad in zip(self.history.ids(), self.history.pads, strict=True)]
         passages, is_joined = self._report.passage_stats(rows, self._hashers, self.segments)
-        collector.set_passages(passages)
+        collector.stats.passages = passages
         if is_joined:
             self.miss_reason = reasons.JOINED
         elif plan is not None and not plan.base and not any(passage.tokens_found for passage in passages):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 
-from ..stats import PassageStats, RequestDetails, RequestStats
+from ..stats import RequestDetails, RequestStats
 
 _DETAILS = frozenset(f.name for f in fields(RequestDetails))
 
@@ -43,11 +43,6 @@ class StatsCollector:
             self.stats.reasons[reason] = self.stats.reasons.get(reason, 0) + 1
         if self.total is not None:
             self.total.explain(reason)
-
-    def set_passages(self, passages: list[PassageStats]) -> None:
-        """Replace the statistics of the prompt's passages."""
-        with self._lock:
-            self.stats.passages = passages
 
     def looked_up(self, tier: str, num_found: int, num_missing: int, nbytes: int) -> None:
         """Count the blocks that were looked up in `tier`: those found, which it delivers, and those missing."""
