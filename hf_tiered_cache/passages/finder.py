@@ -46,7 +46,7 @@ class _Run:
 
     def __init__(self, hashes: np.ndarray, passages: np.ndarray, parts: np.ndarray) -> None:
         order = np.argsort(hashes, kind="stable")
-        self.hashes, self.passages, self.parts = hashes[order], passages[order], parts[order]
+        self.arrays = self.hashes, self.passages, self.parts = hashes[order], passages[order], parts[order]
         low, high = _FILTER_BITS
         bits = min(high, max(low, 4 + len(hashes).bit_length()))
         self._shift = np.uint32(32 - bits)
@@ -77,9 +77,8 @@ class PassageIndex:
         while True:
             with self._lock:
                 self._update()
-                runs = [run.find(hashes) for run in (self._main, self._recent)]
-                names = self._names
-            at, passage, part = (np.concatenate(parts) for parts in zip(*runs, strict=True))
+                found, names = [run.find(hashes) for run in self._runs], self._names
+            at, passage, part = map(np.concatenate, zip(*found, strict=True))
             numbers, passage_index = np.unique(passage, return_inverse=True)
             ids = [names[number] for number in numbers]
             rows = self._catalogue.live(ids) if ids else []
@@ -98,7 +97,7 @@ class PassageIndex:
         self._last = 0  # number of the last passage read from the catalogue
         self._names: list[str] = []
         self._numbers: dict[str, int] = {}  # last index of each name in `_names`
-        self._main = self._recent = _run([], 0)
+        self._runs = [_run([], 0), _run([], 0)]  # the second one has recent passages, and is joined to the first
 
     def _update(self) -> None:
         """Add the passages stored since the last lookup. Rebuild if the catalogue has a new generation."""
@@ -114,17 +113,16 @@ class PassageIndex:
         self._numbers |= zip(names, range(len(self._names), len(self._names) + len(names)), strict=True)
         run = _run([scan for *_, scan in new_passages], len(self._names))
         self._names += names
-        self._recent = _concatenate(self._recent, run)
-        if len(self._recent.hashes) > max(_FEW, len(self._main.hashes) // 4):
-            self._main, self._recent = _concatenate(self._main, self._recent), _run([], 0)
+        main, recent = self._runs[0], _joined(self._runs[1], run)
+        is_long = len(recent.hashes) > max(_FEW, len(main.hashes) // 4)
+        self._runs = [_joined(main, recent), _run([], 0)] if is_long else [main, recent]
 
     def _forget(self, numbers: Collection[int]) -> None:
         """Remove passages that were deleted or replaced."""
-        for name in ("_main", "_recent") if numbers else ():
-            run: _Run = getattr(self, name)
-            is_kept = ~np.isin(run.passages, np.array(sorted(numbers)))
+        for place, run in enumerate(self._runs if numbers else ()):
+            is_kept = ~np.isin(run.passages, sorted(numbers))
             if not is_kept.all():
-                setattr(self, name, _Run(run.hashes[is_kept], run.passages[is_kept], run.parts[is_kept]))
+                self._runs[place] = _Run(*(values[is_kept] for values in run.arrays))
 
 
 def _run(scans: Sequence[bytes], first: int) -> _Run:
@@ -136,12 +134,8 @@ def _run(scans: Sequence[bytes], first: int) -> _Run:
     return _Run(np.concatenate(hashes).astype(np.uint32), passages, parts)
 
 
-def _concatenate(first: _Run, second: _Run) -> _Run:
-    return _Run(
-        np.concatenate([first.hashes, second.hashes]),
-        np.concatenate([first.passages, second.passages]),
-        np.concatenate([first.parts, second.parts]),
-    )
+def _joined(first: _Run, second: _Run) -> _Run:
+    return _Run(*map(np.concatenate, zip(first.arrays, second.arrays, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -246,23 +240,18 @@ def _verify(tokens: np.ndarray, hasher: PassageHasher, match: PassageMatch, star
     """Yield the verified runs of a match, extended while further hashes match."""
     row, step, begin = match.row, HASH_TOKENS, match.begin
 
-    def is_equal_at(number: int) -> bool:
-        at = begin + number * step
-        return hasher.hashes(tokens[at : at + step]) == [row.chain[number * HASH_BYTES : (number + 1) * HASH_BYTES]]
+    def are_equal(first: int, stop: int) -> list[bool]:
+        hashes = enumerate(hasher.hashes(tokens[begin + first * step : begin + stop * step]), first)
+        return [row.chain[number * HASH_BYTES : (number + 1) * HASH_BYTES] == value for number, value in hashes]
 
     first, stop = match.first, match.first + match.num_hashes
-    prompt_hashes = hasher.hashes(tokens[match.at : match.stop])
-    stored_hashes = row.chain[first * HASH_BYTES : stop * HASH_BYTES]
-    is_equal = [True] * len(prompt_hashes)
-    if b"".join(prompt_hashes) != stored_hashes:
-        parts = (stored_hashes[i * HASH_BYTES : (i + 1) * HASH_BYTES] for i in range(len(prompt_hashes)))
-        is_equal = [prompt_hash == part for prompt_hash, part in zip(prompt_hashes, parts, strict=True)]
+    is_equal = are_equal(first, stop)
     if is_equal[0]:
-        while first > 0 and begin + (first - 1) * step >= start and is_equal_at(first - 1):
+        while first > 0 and begin + (first - 1) * step >= start and all(are_equal(first - 1, first)):
             first, is_equal = first - 1, [True, *is_equal]
     if is_equal[-1]:
         max_hashes = min(row.valid_hashes, (len(tokens) - begin) // step)
-        while stop < max_hashes and is_equal_at(stop):
+        while stop < max_hashes and all(are_equal(stop, stop + 1)):
             stop, is_equal = stop + 1, [*is_equal, True]
     for low, high in _true_runs(is_equal):
         yield PassageMatch(row, begin + (first + low) * step, first + low, high - low)
@@ -284,12 +273,8 @@ def _without_overlap(matches: list[PassageMatch], tokens: int) -> list[PassageMa
     covered = np.zeros(tokens, bool)
     for match in sorted(matches, key=lambda match: (-match.num_hashes, match.at)):
         span = covered[match.at : match.stop]
-        if not span.any():
-            disjoint_matches.append(match)
-        else:
-            is_free = [not bool(part.any()) for part in span.reshape(-1, HASH_TOKENS)]
-            for low, high in _true_runs(is_free):
-                at = match.at + low * HASH_TOKENS
-                disjoint_matches.append(PassageMatch(match.row, at, match.first + low, high - low))
+        for low, high in _true_runs([not part.any() for part in span.reshape(-1, HASH_TOKENS)]):
+            at = match.at + low * HASH_TOKENS
+            disjoint_matches.append(PassageMatch(match.row, at, match.first + low, high - low))
         span[:] = True
     return sorted(disjoint_matches, key=lambda match: match.at)
