@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import inf
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -251,9 +251,14 @@ _Method = TypeVar("_Method", bound=Method)
 
 def with_few_layers(method: _Method, layers: int) -> _Method:
     """Return a method with few layers per block (see `overlapping`), unless its geometry is a user's own."""
-    geometry = overlapping(method.geometry, layers)
-    is_default = method.geometry == replace(type(method).geometry, codec=method.geometry.codec)
-    return replace(method, geometry=geometry) if is_default and geometry != method.geometry else method
+    geometry = _geometry_with_few_layers(method.geometry, type(method).geometry, layers)
+    return method if geometry == method.geometry else replace(method, geometry=geometry)
+
+
+@lru_cache  # called for each prompt
+def _geometry_with_few_layers(geometry: Geometry, default: Geometry, layers: int) -> Geometry:
+    is_default = geometry == replace(default, codec=geometry.codec)
+    return overlapping(geometry, layers) if is_default else geometry
 
 
 def require(is_valid: bool, name: str, expected: str, value: object) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -71,7 +72,7 @@ class CacheTune(Passages):
         """Return the paper's settings: tokens are ranked by low frequencies at storage time, the same in all layers."""
         return cls(recompute, lead=1, ranking="low_frequency", question=0, widen=1)
 
-    @property
+    @cached_property
     def ranked_by(self) -> str:
         return f"{self.ranking} {LOW_FREQUENCIES}" if self.ranking == "low_frequency" else self.ranking
 

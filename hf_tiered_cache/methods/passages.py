@@ -71,7 +71,7 @@ class Passages(Method):
         """Return the first token that precedes a passage while its KV is computed, or None."""
         return sink_token(config) if self.lead else None
 
-    @property
+    @cached_property
     def ranked_by(self) -> str:
         """Name of the ranking of a passage's tokens that the method uses; "" for none."""
         return ""
