@@ -7,7 +7,8 @@ and cancels fetches, and `UnitTable` does the rest.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol
@@ -62,14 +63,11 @@ class RowPrefix:
 
     def chunks(self, layer: int, per_head: bool) -> ChunkMap:
         """Return the chunks of the tokens as stored in a layer's blocks: for the first kv head, or for each kv head."""
-        if (layer, per_head) not in self._chunks:
-            shapes = [piece.reader.shape for piece in self.pieces]
-            ordered = all(shape.in_order(group) for shape in shapes for group in restoring_groups(shape, (layer,)))
-            name = (-1 if ordered else layer, per_head and not ordered)  # layers and heads in order share one map
-            if name not in self._chunks:
-                self._chunks[name] = ChunkMap.by_slot(*self._slots(layer, name[1]))
-            self._chunks[layer, per_head] = self._chunks[name]
-        return self._chunks[layer, per_head]
+        is_ordered = all(piece.reader.shape.tables is None for piece in self.pieces)
+        name = (-1, False) if is_ordered else (layer, per_head)  # all layers and heads in order share one map
+        if name not in self._chunks:
+            self._chunks[name] = ChunkMap.by_slot(*self._slots(layer, name[1]))
+        return self._chunks[name]
 
     def _slots(self, layer: int, per_head: bool) -> tuple[np.ndarray, int]:
         """Return token slots, int64 `[heads or 1, tokens]`, numbered across all segments, and the slots per chunk."""
@@ -124,20 +122,21 @@ class RowTokens:
             ]
         return held
 
-    def held(self, layers: Collection[int]) -> Iterator[tuple[SegmentSlice, BlockGroup, list[HeldSet]]]:
-        """Yield each segment slice, and each KV cache group that `layers` restore from, with what they hold."""
-        for piece in self.row.pieces:
-            block_groups = restoring_groups(piece.reader.shape, layers)
-            for block_group, held_sets in zip(block_groups, self.in_groups(piece, block_groups), strict=True):
-                yield piece, block_group, held_sets
+    def held(self, layers: Collection[int]) -> list[tuple[SegmentSlice, BlockGroup, list[HeldSet]]]:
+        """Return each segment slice, and each KV cache group that `layers` restore from, with what they hold."""
+        return [
+            (piece, block_group, self.in_group(piece, block_group))
+            for piece in self.row.pieces
+            for block_group in restoring_groups(piece.reader.shape, layers)
+        ]
 
-    def in_groups(self, piece: SegmentSlice, block_groups: Sequence[BlockGroup]) -> list[list[HeldSet]]:
-        """Return what a segment slice and each of some KV cache groups hold of each set."""
-        held = self.inside[piece.at]
+    def in_group(self, piece: SegmentSlice, block_group: BlockGroup) -> list[HeldSet]:
+        """Return what a segment slice and a KV cache group hold of each set."""
+        held, parts = self.inside[piece.at], block_group.parts
         if len(held) == 1:
-            return [[(-1, *held[0])]] * len(block_groups)
-        heads = [range(len(held))[_heads_of(block_group)] for block_group in block_groups]
-        return [[(head, *held[head]) for head in group_heads] for group_heads in heads]
+            return [(-1, *held[0])]
+        first, stop = min(part.first_head for part in parts), max(part.first_head + part.heads for part in parts)
+        return [(head, *held[head]) for head in range(first, min(stop, len(held)))]
 
 
 @dataclass(eq=False)
@@ -159,8 +158,8 @@ class UnitTable:
             token_sets = [inside for _, _, inside in held_sets]
             distinct = token_sets[0] if len(token_sets) == 1 else np.unique(np.concatenate(token_sets))
             if len(distinct):
-                unit = self._unit(piece.reader, block_group)
-                requests.append((unit, unit.chunks_of(distinct)))
+                chunks = piece.reader.shape.chunks_of(block_group, distinct)
+                requests.append((self._unit(piece.reader, block_group), chunks))
         return requests
 
     def want_keys(self, tokens: RowTokens, layer: int, heads: int | None) -> list[Request]:
@@ -171,7 +170,7 @@ class UnitTable:
             for block_group in key_groups(piece.reader.shape, layer, heads):
                 unit = self._unit(piece.reader, block_group)
                 unit.identifies = True
-                requests.append((unit, unit.chunks_of(inside)))
+                requests.append((unit, piece.reader.shape.chunks_of(block_group, inside)))
         return requests
 
     def _unit(self, reader: SegmentReader, block_group: BlockGroup) -> FetchUnit:
@@ -194,6 +193,15 @@ class UnitTable:
         self.copy(tokens, units, layer, "value", values)
         rotate_(keys, tokens.tokens, tokens.row.tokens)
         self.note_use(tokens, units, layer)
+
+    def keys(self, tokens: RowTokens, units: Sequence[FetchUnit], layer: int, heads: int | None = None) -> torch.Tensor:
+        """Return the keys of a layer's tokens as stored, `[kv_heads, tokens, dim]`, of `heads` heads or all."""
+        layout = tokens.row.pieces[0].reader.shape.layout
+        kind = layout.layer(layer)
+        shape = min(heads or kind.key_heads, kind.key_heads), tokens.tokens.shape[1], kind.key_dim
+        keys = torch.empty(shape, dtype=layout.dtype, device=self.fetcher.device_of(layer))
+        self.copy(tokens, units, layer, "key", keys)
+        return keys
 
     def copy(self, tokens: RowTokens, units: Sequence[FetchUnit], layer: int, name: str, target: torch.Tensor) -> None:
         """Copy the keys or values (`name`) of a layer's tokens, from units that have arrived, to contiguous positions.
@@ -281,24 +289,16 @@ def _gather_key(tokens: RowTokens, unit: FetchUnit) -> Hashable:
 
 def _gather_of(tokens: RowTokens, units: Sequence[FetchUnit]) -> Gather:
     """Return the gather of the tokens that units of one key hold."""
-    pieces = [(unit, piece) for unit in units for piece in tokens.row.pieces if piece.reader is unit.reader]
-    token_sets = [
+    held = [
         (unit, *held_set)
-        for unit, piece in pieces
-        for held_sets in tokens.in_groups(piece, [unit.block_group])
-        for held_set in held_sets
+        for unit, piece in itertools.product(units, tokens.row.pieces)
+        for held_set in (tokens.in_group(piece, unit.block_group) if piece.reader is unit.reader else ())
     ]
     gather = Gather(units[0].reader.shape, units[0].block_group)
-    for unit, head, first, inside in token_sets:
+    for unit, head, first, inside in held:
         positions = np.arange(first, first + len(inside))
         gather.add(unit.reader.shape, unit.blocks, inside, positions, head, unit.block_group)
     return gather
-
-
-def _heads_of(block_group: BlockGroup) -> slice:
-    """Return the kv heads of a KV cache group."""
-    parts = block_group.parts
-    return slice(min(part.first_head for part in parts), max(part.first_head + part.heads for part in parts))
 
 
 def restoring_groups(shape: SegmentShape, layers: Collection[int]) -> list[BlockGroup]:
@@ -343,30 +343,24 @@ def attention_of(
     `scanned_groups`, KV cache groups by index, as a whole.
     """
     attention: list[Attention] = []
-    for piece in selected.row.pieces:
-        reader, shape, stop = piece.reader, piece.reader.shape, piece.first + piece.count
-        piece_mass = mass[:, piece.at : piece.at + piece.count]
-        scanned = {group for scanned_reader, group in scanned_groups if scanned_reader is reader}
-        block_groups = [group for group in restoring_groups(shape, layers) if group.index not in scanned]
-        for block_group, held_sets in zip(block_groups, selected.in_groups(piece, block_groups), strict=True):
-            heads, _, sets = zip(*held_sets, strict=True)
-            tokens, counts = sets[0], np.ones(len(sets[0]), np.int64)
-            if len(sets) > 1:
-                tokens, counts = np.unique(np.concatenate(sets), return_counts=True)
-            if not len(tokens):
-                continue
-            head_mass = piece_mass[list(heads)] if len(piece_mass) > 1 else piece_mass
-            token_mass = head_mass.mean(axis=0)[tokens - piece.first]
-            step = shape.geometry.chunk_tokens
-            chunk_of_token = shape.slot_of_token(block_group, tokens) // step
-            chunks = np.flatnonzero(np.bincount(chunk_of_token))
-            token_counts = np.minimum(step, shape.tokens_in(block_group) - chunks * step)  # tokens of each chunk
-            share = np.bincount(chunk_of_token, counts / len(sets))[chunks] / token_counts  # of heads with a token
-            owner, num_chunks = reader.owners[block_group.index], shape.chunks_in(block_group)
-            attention.append((owner, num_chunks, chunks, np.bincount(chunk_of_token, token_mass)[chunks], share))
-        for index in scanned:  # every selection reads all of these chunks, and all attention depends on them
-            block_group = shape.block_groups[index]
-            chunks = shape.chunks_of(block_group, np.arange(piece.first, stop))
+    for piece, block_group, held_sets in selected.held(layers):
+        heads, _, sets = zip(*held_sets, strict=True)
+        tokens, counts = np.unique(np.concatenate(sets), return_counts=True)
+        if not len(tokens) or (piece.reader, block_group.index) in scanned_groups:
+            continue
+        head_mass = mass[list(heads)] if len(mass) > 1 else mass
+        token_mass = head_mass.mean(axis=0)[tokens - piece.first + piece.at]
+        shape, step = piece.reader.shape, piece.reader.shape.geometry.chunk_tokens
+        chunk_of_token = shape.slot_of_token(block_group, tokens) // step
+        chunks = np.flatnonzero(np.bincount(chunk_of_token))
+        token_counts = np.minimum(step, shape.tokens_in(block_group) - chunks * step)  # tokens of each chunk
+        share = np.bincount(chunk_of_token, counts / len(sets))[chunks] / token_counts  # of heads with a token
+        owner, num_chunks = piece.reader.owners[block_group.index], shape.chunks_in(block_group)
+        attention.append((owner, num_chunks, chunks, np.bincount(chunk_of_token, token_mass)[chunks], share))
+    for piece, (reader, index) in itertools.product(selected.row.pieces, scanned_groups):
+        if piece.reader is reader:  # every selection reads all of these chunks, and all attention depends on them
+            shape, block_group = reader.shape, reader.shape.block_groups[index]
+            chunks = shape.chunks_of(block_group, np.arange(piece.first, piece.first + piece.count))
             total = np.full(len(chunks), mass.sum() / len(mass))
             attention.append((reader.owners[index], shape.chunks_in(block_group), chunks, total, np.ones(len(chunks))))
     return attention

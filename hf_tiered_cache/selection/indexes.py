@@ -74,24 +74,18 @@ class IndexSidecars:
 class _Run:
     """Consecutive slices of a row with one index, or None if it is missing.
 
-    It may be a part of `whole`, the index of a whole segment, and share memory with it.
+    `held` is the index that owns the memory: this one, or that of a whole segment of which this one is a part.
     """
 
     pieces: tuple[SegmentSlice, ...]
     index: DecodeIndex | None = None
-    whole: DecodeIndex | None = None
+    held: DecodeIndex | None = None
 
     @property
     def of_segment(self) -> DecodeIndex | None:
         """Index of a whole segment; None if it is missing, or if the index covers something else."""
-        if self.whole is not None or len(self.pieces) > 1:
-            return self.whole
-        return self.index if _is_whole(self.pieces[0]) else None
-
-    @property
-    def held(self) -> DecodeIndex | None:
-        """Index that owns the memory."""
-        return self.index if self.whole is None else self.whole
+        is_whole = len(self.pieces) == 1 and _is_whole(self.pieces[0])
+        return self.held if is_whole or self.held is not self.index else None
 
 
 class RowIndexes:
@@ -182,7 +176,7 @@ class RowIndexes:
         self._stored_indexes.clear()
         for (layer, place), runs in self._runs.items():
             if len(runs) > 1 and (merged := self._merged(runs, layer)) is not None:
-                self._runs[layer, place] = [_Run(self._rows[place].pieces, merged)]
+                self._runs[layer, place] = [_Run(self._rows[place].pieces, merged, merged)]
 
     def _merged(self, runs: Sequence[_Run], layer: int) -> DecodeIndex | None:
         """Return one index for all runs of a row. None if the index class cannot merge them."""
@@ -193,7 +187,7 @@ class RowIndexes:
             if len(merged) > 1:
                 return None
             index = merged[0]
-        replaced = [self._key([_whole(run.pieces[0])] if run.whole else run.pieces, layer) for run in runs]
+        replaced = [self._key(run.pieces if run.held is run.index else [_whole(run.pieces[0])], layer) for run in runs]
         return self._admit(pieces, layer, index, replaced)
 
     def lacks(self, layer: int, place: int) -> bool:
@@ -229,11 +223,8 @@ class RowIndexes:
     ) -> torch.Tensor:
         """Return the keys to index of a slice: `[kv_heads, tokens, dim]`."""
         tokens = self._to_index(row, piece)
-        layout, device = piece.reader.shape.layout, self._fetcher.device_of(layer)
-        kind, (to_index,) = layout.layer(layer), tokens.row.pieces
-        keys = torch.empty(kind.key_heads, to_index.count, kind.key_dim, dtype=layout.dtype, device=device)
-        table.copy(tokens, table.units(layer), layer, "key", keys)
-        positions = tokens.tokens + to_index.first + piece.at - piece.first
+        keys = table.keys(tokens, table.units(layer), layer)
+        positions = tokens.tokens + tokens.row.pieces[0].first + piece.at - piece.first
         rotate_(keys, positions, max(row.tokens, int(positions[0, -1]) + 1))
         return keys
 
@@ -269,7 +260,7 @@ class RowIndexes:
     def _find(self, run: _Run, layer: int) -> bool:
         """Take the index of a run from the index cache, or as a part of its segment's. Return whether it is there."""
         device = self._fetcher.device_of(layer)
-        run.index = self._index_cache.get(self._key(run.pieces, layer), device)
+        run.index = run.held = self._index_cache.get(self._key(run.pieces, layer), device)
         piece = run.pieces[0]
         if run.index is None and len(run.pieces) == 1 and self._kind.divisible and not _is_whole(piece):
             self._set(run, self._index_cache.get(self._key([_whole(piece)], layer), device))
@@ -297,7 +288,7 @@ class RowIndexes:
             index = build_index(self._kind, keys, self.chunk_tokens)
         (piece,) = run.pieces
         if keys.shape[1] < piece.reader.shape.tokens:
-            run.index = self._admit(run.pieces, layer, index)
+            run.index = run.held = self._admit(run.pieces, layer, index)
             return
         self._set(run, self._admit([_whole(piece)], layer, index))
         if not piece.reader.gone:
@@ -307,10 +298,8 @@ class RowIndexes:
     def _set(run: _Run, whole: DecodeIndex | None) -> None:
         """Set the index of a slice from that of its whole segment."""
         piece = run.pieces[0]
-        if whole is None or _is_whole(piece):
-            run.index = whole
-        else:
-            run.index, run.whole = whole.part(piece.first, piece.count), whole
+        run.held = whole
+        run.index = whole if whole is None or _is_whole(piece) else whole.part(piece.first, piece.count)
 
     def _admit(
         self, pieces: Sequence[SegmentSlice], layer: int, index: DecodeIndex, replaced: Sequence[IndexKey] = ()
@@ -333,5 +322,4 @@ def _is_whole(piece: SegmentSlice) -> bool:
 
 
 def _whole(piece: SegmentSlice) -> SegmentSlice:
-    """Return the slice of all tokens of a segment."""
     return replace(piece, first=0, count=piece.reader.shape.tokens, at=0)

@@ -126,12 +126,7 @@ class SelectiveRestore:
                 for tensor in (keys, values):
                     share_row(tensor, rows, begin, stop)
         table.finish(layer)
-        if layer == self._periods[-1][-1]:
-            self._end()
-
-    def _end(self) -> None:
-        """Write new indexes, and merge the indexes for decoding. Call when all layers are filled."""
-        if self._indexes is not None:
+        if layer == self._periods[-1][-1] and self._indexes is not None:
             self._indexes.keep()
             self._indexes.merge()
             self.collector.add(index_bytes=self._indexes.nbytes)
@@ -266,11 +261,7 @@ class SelectiveRestore:
         self.fetcher.wait_for(units)
         self.fetcher.confirm()  # scores and probe keys outlive the pass
         self._scanned_groups.update((unit.reader, unit.block_group.index) for unit in units)
-        layout = tokens.row.pieces[0].reader.shape.layout
-        kind = layout.layer(layer)
-        shape = kind.key_heads if heads is None else min(heads, kind.key_heads), tokens.row.tokens, kind.key_dim
-        keys = torch.empty(shape, dtype=layout.dtype, device=self.fetcher.device_of(layer))
-        table.copy(tokens, units, layer, "key", keys)
+        keys = table.keys(tokens, units, layer, heads)
         rotate_(keys, tokens.tokens, tokens.row.tokens)
         if self._reselects:
             self._probe_keys[number, place] = keys
@@ -278,5 +269,4 @@ class SelectiveRestore:
 
 
 def _all_tokens(row: RowPrefix) -> RowTokens:
-    """Return all restored tokens of a row."""
     return RowTokens(row, np.arange(row.tokens)[None])
