@@ -48,27 +48,26 @@ class MicroBatches:
         self.size: int | None = None
         """Rows per micro-batch; None until it is measured."""
         self._rows = 0
+        self._schedule: list[int] = []  # sizes to measure, this pass's first; 0 for an unmeasured pass of all rows
         self._seconds: dict[int, list[float]] = {}
-        self._schedule: Iterator[int] = iter(())
-        self._current_size: int | None = None
         self._elapsed = 0.0
 
     def begin(self) -> None:
-        """Begin a pass: record the time of the last pass for its size, and take the next size to measure."""
-        if self.size is None and self._elapsed:
-            if self._current_size is not None:
-                self._seconds.setdefault(self._current_size, []).append(self._elapsed)
-            self._current_size, self._elapsed = next(self._schedule, None), 0.0
-            if self._current_size is None and self._seconds:
+        """Begin a pass: record the time of the last pass for its size, and go on to the next size to measure."""
+        if self._schedule and self._elapsed:
+            if size := self._schedule.pop(0):
+                self._seconds.setdefault(size, []).append(self._elapsed)
+            self._elapsed = 0.0
+            if not self._schedule:
                 self.size = min(self._seconds, key=lambda size: statistics.median(self._seconds[size]))
 
     def size_for(self, rows: int) -> int:
         """Return the micro-batch size for a layer with `rows` rows."""
         if rows != self._rows:  # first pass, or another batch size
-            self._rows, self.size, self._current_size = rows, rows if rows == 1 else None, None
+            self._rows, self.size = rows, rows if rows == 1 else None
             self._seconds.clear()
-            self._schedule = (size for _ in range(_ROUNDS) for size in _sizes(rows))
-        return self.size or self._current_size or rows
+            self._schedule = [0, *[*_sizes(rows)] * _ROUNDS]
+        return self.size or self._schedule[0] or rows
 
     def add_time(self, seconds: float) -> None:
         """Add the time of one layer of this pass."""
