@@ -96,10 +96,6 @@ class ByIndex(Selector):
         chunks = (count - self._first - self.local) // self.chunk_tokens
         return Span(tokens, self._first, count - self._first - chunks * self.chunk_tokens, chunks, self.chunk_tokens)
 
-    def capacity(self, chunks: int) -> int:
-        """Return the number of chunks that a KV head keeps while decoding, `chunks` selected."""
-        return int(self.window * chunks) if self.window >= 1 else 0
-
     def choose(self, request: SelectionInput) -> Selection:
         span, mass = self.span(request.chunks.tokens, request.count), np.zeros((1, request.chunks.tokens), np.float32)
         if span is None:
@@ -150,7 +146,7 @@ class WindowDecodeSelector(DecodeSelector):
         if (span := self.selector.span(self.prefixes[prefix].tokens, self.budgets[prefix])) is None:
             return None
         inside = tokens[:, span.first : tokens.shape[1] - span.last : span.chunk_tokens]
-        capacity = self.selector.capacity(span.chunks)
+        capacity = int(self.selector.window * span.chunks) if self.selector.window >= 1 else 0
         window = Window(span.chunks, len(tokens), capacity, span.candidates.stop, self.selector.eviction)
         window.commit(window.plan(inside // span.chunk_tokens))
         return HeldChunks(prefix, window, first + span.first, span.chunk_tokens)
