@@ -20,7 +20,6 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import groupby
 from typing import Protocol
 
 import numpy as np
@@ -153,24 +152,14 @@ def attention_sums(sample: SampledQueries, keys: Sequence[torch.Tensor]) -> tupl
         layer_keys = [layer[0, kv, :num_keys].to(device).float().transpose(1, 2) for layer in keys]  # [kv, dim, keys]
         width = group * layer_keys[0].shape[0]  # query heads
         rows_per_step = max(1, _LARGEST // (num_layers * width * num_keys))
-        for span in _spans_of_one_weight(sample.weights, rows_per_step):
-            positions, weight = sample.positions[span], int(sample.weights[span.start])
-            weights = _attention([query[kv, :, span] for query in queries], layer_keys, positions, pad)
-            flat = weights.flatten(2)  # [layers, width, n * keys]
-            head_products = torch.bmm(flat.transpose(0, 1), flat.permute(1, 2, 0))
-            products[head * group : head * group + width] += head_products * weight
-            received[:, : weights.shape[-1]] += weights.sum((1, 2)) * (weight / heads)
+        for row in range(0, len(sample.positions), rows_per_step):
+            span = slice(row, row + rows_per_step)
+            weights = _attention([query[kv, :, span] for query in queries], layer_keys, sample.positions[span], pad)
+            roots = to_device(np.sqrt(sample.weights[span]), device).float()[:, None]  # a product has each root twice
+            flat = weights.mul_(roots).flatten(2)  # [layers, width, n * keys]
+            products[head * group : head * group + width] += torch.bmm(flat.transpose(0, 1), flat.permute(1, 2, 0))
+            received[:, : weights.shape[-1]] += (weights * roots).sum((1, 2)) / heads
     return products.double().cpu().numpy(), received.double().cpu().numpy()
-
-
-def _spans_of_one_weight(weights: np.ndarray, most: int) -> list[slice]:
-    """Return ranges of at most `most` samples with equal weights."""
-    spans, first = [], 0
-    for _, equal in groupby(weights.tolist()):
-        stop = first + len(list(equal))
-        spans += [slice(at, min(at + most, stop)) for at in range(first, stop, most)]
-        first = stop
-    return spans
 
 
 def _attention(
