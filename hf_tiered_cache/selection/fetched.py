@@ -348,7 +348,7 @@ def attention_of(
         tokens, counts = np.unique(np.concatenate(sets), return_counts=True)
         if not len(tokens) or (piece.reader, block_group.index) in scanned_groups:
             continue
-        head_mass = mass[list(heads)] if len(mass) > 1 else mass
+        head_mass = mass if min(len(mass), len(selected.sets)) == 1 else mass[list(heads)]
         token_mass = head_mass.mean(axis=0)[tokens - piece.first + piece.at]
         shape, step = piece.reader.shape, piece.reader.shape.geometry.chunk_tokens
         chunk_of_token = shape.slot_of_token(block_group, tokens) // step

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from segments import LAYOUT
 
+from hf_tiered_cache.restore.rows import RowGroup, SegmentSlice
+from hf_tiered_cache.selection.fetched import RowPrefix, RowTokens, attention_of
 from hf_tiered_cache.selection.selectors import (
     ChunkMap,
     ProbeHeads,
@@ -19,6 +24,8 @@ from hf_tiered_cache.selection.selectors import (
     top_chunks,
     top_of_each,
 )
+from hf_tiered_cache.store.geometry import Geometry
+from hf_tiered_cache.store.shape import SegmentShape
 
 
 @st.composite
@@ -151,3 +158,14 @@ def test_mass_in_pieces_is_the_same(monkeypatch):
     whole = head_mass(query, keys, own)
     monkeypatch.setattr("hf_tiered_cache.selection.selectors._LARGEST", 400)  # two rows at a time
     assert torch.allclose(head_mass(query, keys, own), whole, atol=1e-7)
+
+
+def test_chunks_that_all_heads_share_are_rated_by_the_attention_of_all_heads():
+    """A selector may return one set of tokens, and the attention of each head."""
+    shape = SegmentShape(LAYOUT, Geometry(16), 32)
+    reader = Mock(shape=shape, owners=[("segment", group.index, 0) for group in shape.block_groups])
+    row = RowPrefix(RowGroup((0,), 0, (SegmentSlice(reader, 0, 32, 0),)), 32)
+    mass = np.zeros((2, 32), np.float32)
+    mass[0, :16], mass[1, 16:] = 0.5, 0.25
+    attention = attention_of(RowTokens(row, np.arange(32)[None]), mass, (0,), set())
+    assert [chunk_mass.tolist() for *_, chunk_mass, _ in attention] == [[4.0, 2.0]]
