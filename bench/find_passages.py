@@ -28,7 +28,8 @@ from hf_tiered_cache.cache.stored_cache import StoredCache
 from hf_tiered_cache.identity import Fingerprinter, rope_regime
 from hf_tiered_cache.kvstore import storage_of
 from hf_tiered_cache.methods import CacheTune
-from hf_tiered_cache.passages.finder import find_passages, sink_token
+from hf_tiered_cache.methods.passages import sink_token
+from hf_tiered_cache.passages.finder import find_passages
 
 STEPS = {
     "scan": "scan hashes of the prompt, at every token",

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from ..errors import ConfigError, UnsupportedModelError, unknown_name
-from ..passages.finder import sink_token
 from ..passages.ranking import RANKED_IN_CONTEXT, RANKINGS, Ranking
 from ..passages.recompute import ProbeAttention
 from ..restore.plan import DeferredChoice
@@ -189,6 +188,20 @@ class Passages(Method):
                 is_restored[positions[positions >= 0]] = True
             restored.append(is_restored)
         return context.without(restored)
+
+
+def sink_token(config: PreTrainedConfig) -> int | None:
+    """Return the BOS, else EOS token, which precedes a passage while its KV is computed; None if there is none.
+
+    It serves as the attention sink, so that no token of the passage does.
+    """
+    for name in ("bos_token_id", "eos_token_id"):
+        token = getattr(config, name, None)
+        if isinstance(token, list):
+            token = next(iter(token), None)
+        if token is not None:
+            return token
+    return None
 
 
 def _question_tokens(context: PlanContext, max_tokens: int) -> tuple[int, ...]:

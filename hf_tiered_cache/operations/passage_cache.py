@@ -27,7 +27,7 @@ from ..cache.stored_cache import StoredCache, prepare
 from ..identity import Identity, rope_regime
 from ..layers import LayeredCache
 from ..methods import Passages
-from ..passages.finder import sink_token
+from ..methods.passages import sink_token
 from ..passages.ranking import KV, RankingScores, rank_tokens
 from ..patches.attach import Attachment
 from ..restore.hashes import History

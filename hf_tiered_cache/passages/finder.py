@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,9 +19,6 @@ from ..store.catalogue import SegmentRow
 from ..store.format import has_lead_text
 from ..store.geometry import HASH_TOKENS
 from ..store.index import Index
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
 
 _MOST_PLACES = 32
 """Maximum number of occurrences examined per hash: many passages may share a heading and differ elsewhere."""
@@ -167,20 +164,6 @@ class PassageMatch:
             return False
         prefix_bytes = self.first * HASH_BYTES
         return b"".join(hasher.hashes(tokens[self.begin : self.at])) == self.row.chain[:prefix_bytes]
-
-
-def sink_token(config: PreTrainedConfig) -> int | None:
-    """Return the BOS, else EOS token, which precedes a passage while its KV is computed; None if there is none.
-
-    It serves as the attention sink, so that no token of the passage does.
-    """
-    for name in ("bos_token_id", "eos_token_id"):
-        token = getattr(config, name, None)
-        if isinstance(token, list):
-            token = next(iter(token), None)
-        if token is not None:
-            return token
-    return None
 
 
 def find_passages(
