@@ -61,6 +61,11 @@ class RowPrefix:
         pieces = (piece for piece in self.group.pieces if piece.at < self.tokens)
         return tuple(replace(piece, count=min(piece.count, self.tokens - piece.at)) for piece in pieces)
 
+    @property
+    def all_tokens(self) -> RowTokens:
+        """All restored tokens, to fetch."""
+        return RowTokens(self, np.arange(self.tokens)[None])
+
     def chunks(self, layer: int, per_head: bool) -> ChunkMap:
         """Return the chunks of the tokens as stored in a layer's blocks: for the first kv head, or for each kv head."""
         is_ordered = all(piece.reader.shape.tables is None for piece in self.pieces)

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
 from ..restore.fetch import Fetcher
@@ -231,8 +230,7 @@ class RowIndexes:
     def _to_index(self, row: RowPrefix, piece: SegmentSlice) -> RowTokens:
         """Return the tokens to index of a slice: those of the whole segment if the index class is divisible."""
         to_index = replace(_whole(piece) if self._kind.divisible else piece, at=0)
-        prefix = RowPrefix(replace(row.group, pieces=(to_index,)), to_index.count)
-        return RowTokens(prefix, np.arange(to_index.count)[None])
+        return RowPrefix(replace(row.group, pieces=(to_index,)), to_index.count).all_tokens
 
     # --- finding and building
 

@@ -11,7 +11,6 @@ from functools import partial
 from itertools import product
 from typing import Literal
 
-import numpy as np
 import torch
 
 from ..errors import ConfigError, with_type
@@ -217,7 +216,7 @@ class SelectiveRestore:
                         self._importance.note(piece.reader.id, piece.reader.shape, sharing, tokens, mass)
                 attention = attention_of(chosen[place], choice.mass, self._periods[number], self._scanned_groups)
                 self.residency.note_attention(attention)
-        self._selected[number] = [chosen.get(place) or _all_tokens(row) for place, row in enumerate(self._rows)]
+        self._selected[number] = [chosen.get(place) or row.all_tokens for place, row in enumerate(self._rows)]
         if indexes is None:
             self._tables[number].finish_keys()
         self._fetch_selection(number, self._periods[number])
@@ -249,14 +248,14 @@ class SelectiveRestore:
     def _bring_keys(self, number: int, heads: int | None, ahead: bool = False) -> None:
         """Start to fetch the keys of a period's first layer, for the first `heads` heads or all, if not done yet."""
         table, layer = self._tables[number], self._periods[number][0]
-        prefixes = map(_all_tokens, self._selecting.values())
-        requests = [request for tokens in prefixes for request in table.want_keys(tokens, layer, heads)]
+        rows = self._selecting.values()
+        requests = [request for row in rows for request in table.want_keys(row.all_tokens, layer, heads)]
         self.fetcher.fetch(requests, ahead, attends=False)
 
     def _keys_of(self, number: int, place: int, rotate_: Rotate, heads: int | None) -> torch.Tensor:
         """Return the rotated keys of a row's restored tokens at a period's first layer: `[kv_heads, tokens, dim]`."""
         self._bring_keys(number, heads)
-        table, layer, tokens = self._tables[number], self._periods[number][0], _all_tokens(self._rows[place])
+        table, layer, tokens = self._tables[number], self._periods[number][0], self._rows[place].all_tokens
         units = [unit for unit, _ in table.want_keys(tokens, layer, heads)]
         self.fetcher.wait_for(units)
         self.fetcher.confirm()  # scores and probe keys outlive the pass
@@ -266,7 +265,3 @@ class SelectiveRestore:
         if self._reselects:
             self._probe_keys[number, place] = keys
         return keys
-
-
-def _all_tokens(row: RowPrefix) -> RowTokens:
-    return RowTokens(row, np.arange(row.tokens)[None])
