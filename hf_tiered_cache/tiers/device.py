@@ -240,7 +240,3 @@ class DeviceMemory:
         with self.stream.copying():
             for source, target in overlaps(sources, targets):
                 target.copy_(source, non_blocking=True)
-
-    def room(self, block_bytes: int) -> int:
-        """Return how many blocks of `block_bytes` the tier and the staging area can take now."""
-        return self.tier.room(block_bytes) + self.staging.room(block_bytes)

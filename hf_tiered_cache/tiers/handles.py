@@ -127,10 +127,6 @@ class Pin:
 class Pins(set[Pin]):
     """All pins of a residency. The lock of the residency guards them."""
 
-    def in_tier(self, tier: Tier) -> list[tuple[SlotPool, np.ndarray]]:
-        """Return the pinned slots of a tier."""
-        return [(pool, slots) for pin in self for holder, pool, slots in pin.slots if holder is tier]
-
     def await_moves_down(self, stream: CopyStream | None) -> None:
         """Wait for copies of evicted blocks to the host on streams other than `stream`.
 

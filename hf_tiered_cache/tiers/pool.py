@@ -192,7 +192,8 @@ class Tier:
         new_slots = slots[is_new]
         pool.chunk[new_slots] = chunks[is_new]
         pool.rate(new_slots, self._scores.of(owner, chunks[is_new]))
-        pool.enter(new_slots, table.number, self.clock)
+        pool.use(new_slots, self.clock)
+        pool.owner[new_slots] = table.number  # after all else of the slots, since `mend` relies on it
         table.slots[chunks[is_new]] = new_slots
 
     def rescore(self, owner: Owner, chunks: np.ndarray, scores: np.ndarray) -> None:

@@ -204,14 +204,14 @@ class Residency(TierSet):
     def _limit_to_budgets(self, fetched: FetchedBlocks, gpu: DeviceMemory | None) -> None:
         """Drop requested chunks that exceed the budget, uncached chunks first."""
         owner, size, chunks = fetched.owner, fetched.block_bytes, fetched.chunks
-        target = self.host if gpu is None else gpu.tier
-        in_tier = target.lookup(owner, chunks) >= 0
+        targets = [self.host] if gpu is None else [gpu.tier, gpu.staging]
+        in_tier = targets[0].lookup(owner, chunks) >= 0
         missing_chunks = chunks[~in_tier]
         if gpu is not None and not self._direct:  # blocks from disk pass through the host
             disk_indices = np.flatnonzero(self.host.lookup(owner, missing_chunks) < 0)
             host_room = max(0, self.host.room(size) - (len(missing_chunks) - len(disk_indices)))
             missing_chunks = np.delete(missing_chunks, disk_indices[host_room:])
-        room = max(0, (target if gpu is None else gpu).room(size) - int(in_tier.sum()))
+        room = max(0, sum(tier.room(size) for tier in targets) - int(in_tier.sum()))
         fetched.chunks = np.sort(np.concatenate([chunks[in_tier], missing_chunks[:room]]))
 
     def _pin_blocks(self, tier: Tier, handle: BlockHandle, collector: StatsCollector) -> None:

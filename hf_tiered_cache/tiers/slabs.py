@@ -216,11 +216,6 @@ class SlotPool:
         self.is_evictable[slots] = False
         self.free = np.sort(np.concatenate([self.free, slots]), kind="stable")
 
-    def enter(self, slots: np.ndarray, owner: int, clock: int) -> None:
-        """Record that reserved slots hold blocks of the owner with this number, first used at this time."""
-        self.use(slots, clock)
-        self.owner[slots] = owner  # last, since `mend` relies on it
-
     def pin(self, slots: np.ndarray) -> None:
         """Pin slots once more."""
         self.pins[slots] += 1

@@ -259,7 +259,7 @@ class TierSet:
         for gpu in self._gpus.values():
             gpu.stream.copied().synchronize()
         for tier in self.tiers:
-            tier.mend(self._pins.in_tier(tier))
+            tier.mend([(pool, slots) for pin in self._pins for holder, pool, slots in pin.slots if holder is tier])
         # blocks that moved to a device in that change
         self._free_idle((self.host, pool, np.flatnonzero(pool.is_evictable)) for pool in self.host.pools())
 
