@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import errno
 import json
-import logging
 import os
 import time
 import weakref
@@ -22,11 +21,10 @@ from typing import Any, ClassVar, NamedTuple
 
 from ..errors import ConfigError, ConversationInUseError, FormatError
 from .catalogue import SegmentRow
+from .faults import LOGGER
 from .kinds import CONVERSATION, CONVERSATION_LOCK, LOCK_SUFFIX, RECORD_SUFFIX, FileKind, name_of, record_name, seconds
 from .records import Record, RecordFiles, Records, check_name
 from .threads import PerProcess
-
-logger = logging.getLogger("hf_tiered_cache")
 
 _NOT_WRITABLE = frozenset({errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT})
 _ATTEMPTS, _PAUSE_SECONDS, _PATIENCE_SECONDS = 5, 0.01, 1.0
@@ -282,7 +280,7 @@ class Ownership:
             file = _lock_patiently(self.files, self._name)
         except OSError as error:  # nothing is stored in a read-only folder, so nothing can be lost
             if error.errno not in _NOT_WRITABLE:
-                logger.warning(
+                LOGGER.warning(
                     "%s cannot be locked, so another process may continue with it, too: %s", self._path, error
                 )
             return None
@@ -293,7 +291,7 @@ class Ownership:
             content = json.dumps({"pid": os.getpid(), "since": time.time()}).encode()
             self.files.rewrite(file, CONVERSATION_LOCK, self._name, content)
         except OSError as error:  # then the lock file does not state its owner
-            logger.warning("%s is locked, but does not name the process that holds it: %s", self._path, error)
+            LOGGER.warning("%s is locked, but does not name the process that holds it: %s", self._path, error)
         return file
 
 

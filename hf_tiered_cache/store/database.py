@@ -6,7 +6,6 @@ open, only SQLite may therefore open its files in this process. Other code may o
 
 from __future__ import annotations
 
-import logging
 import os
 import sqlite3
 import time
@@ -15,11 +14,10 @@ from contextlib import contextmanager, suppress
 from stat import S_ISREG
 from typing import Any, TypeVar
 
+from .faults import LOGGER
 from .kinds import CATALOGUE, CATALOGUE_LOCK, CATALOGUE_LOG, CATALOGUE_NAME, DATABASE_FILES, LOCK_SUFFIX, not_own
 from .root import StoreRoot
 from .threads import PerProcess, fork_lock
-
-logger = logging.getLogger("hf_tiered_cache")
 
 SCHEMA_VERSION = 7
 _SCHEMA = (
@@ -190,7 +188,7 @@ class Database:
                 except sqlite3.DatabaseError as error:
                     if not is_damage(error):
                         raise
-                    logger.warning("the catalogue of %s is damaged (%s); rebuilding it", self._files.path, error)
+                    LOGGER.warning("the catalogue of %s is damaged (%s); rebuilding it", self._files.path, error)
                     self._discard(self._files)
                     self._db = self._connect(self._files)
                 self._identity = self._identify()

@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import shutil
 import threading
@@ -29,8 +28,6 @@ from .lazy import torch
 from .records import RecordFiles
 from .root import StoreRoot, Temporary
 from .tree import Stored, open_regular, read_all, stored_in
-
-logger = logging.getLogger("hf_tiered_cache")
 
 _LOCK_SECONDS = 30.0
 """Seconds to wait for the store's lock, which is normally held only briefly. After a timeout the limit is

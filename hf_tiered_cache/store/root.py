@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import logging
 import os
 import threading
 import time
@@ -20,6 +19,7 @@ from pathlib import Path
 from stat import S_ISDIR, S_ISLNK, S_ISREG
 
 from ..errors import FormatError, StoreError
+from .faults import LOGGER
 from .kinds import (
     ALL_FOLDERS,
     FIXED_FILES,
@@ -39,8 +39,6 @@ from .kinds import (
     not_own,
 )
 from .tree import FolderTree, LockFile, allocate, nbytes_of, open_file, read_all, try_flock, write_all
-
-logger = logging.getLogger("hf_tiered_cache")
 
 _MARKER_CONTENT = encode_record({"format": MARKER_FORMAT, "version": MARKER_VERSION})
 _ATTEMPTS = 100
@@ -307,7 +305,7 @@ def _claim(tree: FolderTree, make: bool) -> bool:
             raise StoreError(f"there is no store at {tree.path}") from error
         if not make:
             raise StoreError(f"{tree.path} cannot be read ({reason}); check the disk") from error
-    logger.warning("%s is not writable (%s), so no new KV is stored", tree.path, reason)
+    LOGGER.warning("%s is not writable (%s), so no new KV is stored", tree.path, reason)
     return False
 
 

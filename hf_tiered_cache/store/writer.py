@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import queue
 import threading
@@ -17,11 +16,10 @@ from typing import Any
 from ..errors import KVRefusedError, StoreBusyError, StoreClosedError
 from .container import Group, PackedBlocks
 from .disk import SegmentStore, Written
+from .faults import LOGGER
 from .format import SegmentHeader
 from .lazy import torch
 from .threads import OneShotEvent, Progress
-
-logger = logging.getLogger("hf_tiered_cache")
 
 _PATIENCE_SECONDS = 10.0
 """Seconds that a request waits for a writer that makes no progress."""
@@ -231,7 +229,7 @@ class Writer:
         """End the thread and wait for it. A thread that makes no progress is abandoned, with a warning."""
         self.end()
         if os.getpid() == self._pid and not self._wait(lambda: self._ended.is_set, _MOST_PATIENCE_SECONDS):
-            logger.warning(
+            LOGGER.warning(
                 "%s was closed, and KV that was still to be written is lost, because the disk does not respond",
                 self._store.place,
             )
@@ -264,7 +262,7 @@ class Writer:
             self._drain()
             self._close()
         except Exception:
-            logger.exception("the store %s was not closed properly", self._store.place)
+            LOGGER.exception("the store %s was not closed properly", self._store.place)
         finally:
             self._closed = True
             self._ended.set()
@@ -284,7 +282,7 @@ class Writer:
             self._step()
         except Exception:
             self._store.counters.add("dropped_writes")
-            logger.exception("a segment was not stored")
+            LOGGER.exception("a segment was not stored")
 
     def _write(self, pending: PendingSegment) -> None:
         stored = False

@@ -5,11 +5,11 @@ A new engine needs one module here and one entry in `ENGINES`.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from functools import partial
 
 from ...errors import ConfigError, EngineUnavailableError, unknown_name
+from ..faults import LOGGER
 from .base import Engine, EngineFile, ReadOp
 from .kvikio import KvikioEngine
 from .posix import PosixEngine
@@ -21,8 +21,6 @@ ENGINES: dict[str, Callable[[], Engine]] = {
 }
 
 __all__ = ["ENGINES", "Engine", "EngineFile", "ReadOp", "open_engine"]
-
-logger = logging.getLogger("hf_tiered_cache")
 
 
 def open_engine(name: str | Engine = "auto") -> Engine:
@@ -45,7 +43,7 @@ def open_engine(name: str | Engine = "auto") -> Engine:
         try:
             engine = KvikioEngine(compat=False)
         except EngineUnavailableError as error:
-            logger.debug("I/O engine: %s", error)
+            LOGGER.debug("I/O engine: %s", error)
             engine = PosixEngine()
-    logger.info("I/O engine: %s", engine.describe())
+    LOGGER.info("I/O engine: %s", engine.describe())
     return engine

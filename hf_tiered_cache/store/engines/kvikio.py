@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import errno
 import itertools
-import logging
 import os
 import subprocess
 import sys
@@ -34,10 +33,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from ...errors import EngineUnavailableError
+from ..faults import LOGGER
 from ..lazy import torch
 from .base import Engine, EngineFile, ReadOp, in_threads
-
-logger = logging.getLogger("hf_tiered_cache")
 
 TASK_BYTES = 1 << 20
 """Size of the tasks that reads are split into, one per thread; kvikio's default of 4 MiB leaves threads idle."""
@@ -148,7 +146,7 @@ class KvikioEngine(Engine):
         try:
             self._kvikio.buffer.memory_register(storage)
         except Exception as error:  # e.g. two slabs share one allocation: reads use the driver's buffers
-            logger.debug("%d bytes could not be registered with cuFile: %s", memory.nbytes, error)
+            LOGGER.debug("%d bytes could not be registered with cuFile: %s", memory.nbytes, error)
             return
         # the finalizer only queues the memory; `whole` keeps it alive until it is deregistered
         self._registered = [registration for registration in self._registered if registration.alive]
@@ -216,7 +214,7 @@ def has_gpudirect() -> bool:
     try:
         return probe.wait(_PROBE_SECONDS) == 0
     except subprocess.TimeoutExpired:
-        logger.warning("GPUDirect Storage did not respond within %g s, and is not used", _PROBE_SECONDS)
+        LOGGER.warning("GPUDirect Storage did not respond within %g s, and is not used", _PROBE_SECONDS)
         return False
     finally:
         probe.kill()
