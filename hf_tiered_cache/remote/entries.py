@@ -12,7 +12,6 @@ what they share.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import lcm
 
@@ -125,23 +124,19 @@ def _read(remote: ObjectBackend, names: Sequence[str]) -> dict[str, Entry | None
     contents = remote.get_beginnings(list(paths), ENTRY_BYTES)
     entries: dict[str, Entry | None] = {}
     for path, content in contents.items():
-        with suppress(NotOursError):
-            entries[paths[path]] = _decode(paths[path], content)
+        try:
+            header, num_hashes = decode_header(content[:HEADER_BYTES])
+        except NotOursError:
+            continue
+        except FormatError:
+            entries[paths[path]] = None
+            continue
+        chain = content[HEADER_BYTES:][: min(num_hashes, _MOST_HASHES) * HASH_BYTES]
+        chain = chain[: len(chain) // HASH_BYTES * HASH_BYTES]
+        is_valid = bytes.fromhex(paths[path]) in hashes_of(chain) and is_found_by_prefix(header.provenance)
+        row = SegmentRow.of(header, chain, header.file_bytes)
+        entries[paths[path]] = Entry(row, num_hashes) if is_valid else None
     return entries
-
-
-def _decode(name: str, content: bytes) -> Entry | None:
-    try:
-        header, num_hashes = decode_header(content[:HEADER_BYTES])
-    except NotOursError:
-        raise
-    except FormatError:
-        return None
-    chain = content[HEADER_BYTES:][: min(num_hashes, _MOST_HASHES) * HASH_BYTES]
-    chain = chain[: len(chain) // HASH_BYTES * HASH_BYTES]
-    if bytes.fromhex(name) in hashes_of(chain) and is_found_by_prefix(header.provenance):
-        return Entry(SegmentRow.of(header, chain, header.file_bytes), num_hashes)
-    return None
 
 
 _MOST_SHARE = 0.75

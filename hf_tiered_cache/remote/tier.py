@@ -243,8 +243,8 @@ class RemoteTier:
             is_whole = header is reader.header
             nbytes = header.file_bytes if is_whole else header.blocks.offset + header.shape.blocks_bytes
             try:
-                with self.writes.not_offered(header.id):
-                    is_stored = self._disk.publish(header, hashes, _groups(reader, header.shape), written=self._admit)
+                groups = _groups(reader, header.shape)
+                is_stored = self._disk.publish(header, hashes, groups, written=self._admit, is_new=False)
             except _FetchError as error:
                 assert isinstance(error.__cause__, IntegrityError | OSError)
                 raise error.__cause__ from None

@@ -9,7 +9,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import NamedTuple
 
-from ..errors import FormatError, NotOursError, TieredCacheError
+from ..errors import TieredCacheError
 from ..store import HASH_BYTES
 from ..store.backend import SegmentBackend
 from ..store.catalogue import SegmentRow
@@ -19,7 +19,7 @@ from ..store.format import HEADER_BYTES, decode_header
 from ..store.kinds import ENTRY
 from ..store.memory import aligned_bytes
 from ..store.objects import ObjectBackend
-from ..store.segment import read_head
+from ..store.segment import is_damaged
 from ..store.threads import DaemonPool, Progress
 from .entries import delete_entry, encode_entry, entry_names, find_entries, is_found_by_prefix, is_shared
 from .link import Breaker
@@ -54,7 +54,6 @@ class WriteBack:
         self._breaker = Breaker()
         self._pool = DaemonPool(1, "hf-tiered-remote")
         self._waiting: dict[str, object] = {}  # the offer of each segment that waits, which only its own `_send` takes
-        self._skipped: set[str] = set()
         self._holding = 0  # number of bodies of `holding`
         self._held: list[str] = []  # segments that were stored meanwhile
         self._unfinished = 0  # number of queued and running works
@@ -66,17 +65,6 @@ class WriteBack:
     def queued(self) -> int:
         """Number of segments that wait to be sent."""
         return len(self._waiting)
-
-    @contextmanager
-    def not_offered(self, segment_id: str) -> Iterator[None]:
-        """Do not send a segment that is stored in the body: it comes from the remote."""
-        with self._lock:
-            self._skipped.add(segment_id)
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._skipped.discard(segment_id)
 
     @contextmanager
     def holding(self) -> Iterator[None]:
@@ -99,11 +87,11 @@ class WriteBack:
             return
         with self._lock:
             if self._holding:
-                self._held += [segment_id for segment_id in ids if segment_id not in self._skipped]
+                self._held += ids
                 return
         for segment_id in ids:
             with self._lock:
-                if segment_id in self._skipped or segment_id in self._waiting:
+                if segment_id in self._waiting:
                     continue
                 is_full = self._ended or len(self._waiting) >= _MOST_QUEUED
                 if not is_full:
@@ -244,8 +232,11 @@ def send_segment(
             if remote.find(row.id) is not None:  # a server may have dropped it and kept the entry
                 return Sent(names, 0)
             entries = {name: entry for name, entry in entries.items() if entry.row.id != row.id}
-    is_there, is_damaged = _looked_at(remote, segment_id)
-    if not is_there or is_damaged:
+    is_there = damaged = False
+    with suppress(FileNotFoundError):
+        damaged = is_damaged(remote.head, segment_id)
+        is_there = not damaged
+    if not is_there:
         with remote.write(segment_id, header.file_bytes) as upload:
             upload.write(memoryview(beginning), 0)
             memory = aligned_bytes(min(_WINDOW_BYTES, header.blocks.nbytes))
@@ -254,21 +245,11 @@ def send_segment(
                 local.read([ReadOp(file, offset, window)]).result()
                 upload.write(window.numpy().data.cast("B"), offset)
                 progress()
-            with nullcontext() if is_damaged else suppress(FileExistsError):
-                upload.publish(replace=is_damaged)
+            with nullcontext() if damaged else suppress(FileExistsError):
+                upload.publish(replace=damaged)
     content = encode_entry(beginning)
     for name in names:
         if name not in entries or entries[name].num_hashes < num_hashes:
             remote.records.write(ENTRY, name, content)
             progress()
-    return Sent(names, 0 if is_there and not is_damaged else header.file_bytes)
-
-
-def _looked_at(remote: ObjectBackend, segment_id: str) -> tuple[bool, bool]:
-    """Return whether a remote has a segment, and whether its head is damaged or its end missing. Raises OSError."""
-    try:
-        return True, read_head(remote.head, segment_id).header.id != segment_id
-    except FileNotFoundError:
-        return False, False
-    except FormatError as error:
-        return True, not isinstance(error, NotOursError)
+    return Sent(names, 0 if is_there else header.file_bytes)

@@ -33,7 +33,7 @@ from .faults import Counters, Faults, figure_of, is_of_the_process, out_of_descr
 from .format import SegmentHeader, encode_head, lay_out
 from .lazy import torch
 from .quota import Limits, Space
-from .segment import SegmentReader, read_head
+from .segment import SegmentReader, is_damaged, read_head
 
 _PAUSE_SECONDS = 1.0
 """Seconds for which a segment is not used after a read error. Each further error doubles them."""
@@ -180,12 +180,7 @@ class SegmentStore(Space):
                 return True
             entry = self.backend.find(segment_id)
             return entry is not None and entry.version == error.version
-        try:
-            return read_head(self.backend.head, segment_id, self.cipher).header.id != segment_id
-        except NotOursError:
-            return False
-        except FormatError:
-            return True
+        return is_damaged(self.backend.head, segment_id, self.cipher)
 
     def other_key(self) -> str | None:
         """Return the id of a key of the encrypted segments, if this store has a key and none of them uses it."""
@@ -201,6 +196,7 @@ class SegmentStore(Space):
         block_groups: Iterable[Group],
         ancestors: Iterable[str] = (),
         written: Written = lambda owner, blocks: None,
+        is_new: bool = True,
     ) -> bool:
         """Write a segment and make it visible atomically. Returns whether it is stored now.
 
@@ -212,6 +208,7 @@ class SegmentStore(Space):
             block_groups: Blocks of each KV cache group, `[chunks, block_bytes]`; each is consumed before the next.
             ancestors: Segments that it continues. Their use is recorded with it, so that it is evicted before them.
             written: Callback for each KV cache group that was written. The segment may still be dropped.
+            is_new: False for a segment from the remote, which `on_kept` is not told of.
         """
         header = lay_out(replace(header, seal=self.cipher.new_seal()), len(prefix_hashes))
         if not self.backend.writable:
@@ -244,7 +241,8 @@ class SegmentStore(Space):
             self._failures.pop(header.id, None)
             with suppress(ValueError):
                 self._removed.remove(header.id)
-            self.notify_stored([header.id])
+            if is_new:
+                self.notify_stored([header.id])
         self.index.touch([*ancestors, header.id])
         return True
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from ..errors import EvictedError, FormatError, IntegrityError
+from ..errors import EvictedError, FormatError, IntegrityError, NotOursError
 from .backend import HeadLength, SegmentBackend
 from .cipher import Plain
 from .container import Guard, check_not_sparse, check_tag, content_of
@@ -70,6 +70,16 @@ def read_head(read: Callable[[Any, HeadLength], tuple[Any, ...]], segment_id: An
         check_tag(PREFIX, head, HEADER_BYTES, guard)
     header, chain, digests = decode_tables(header, num_hashes, head[HEADER_BYTES:])
     return Head(header, chain, digests, stored.nbytes, stored.version, guard, *opened)
+
+
+def is_damaged(
+    read: Callable[[str, HeadLength], tuple[Any, ...]], segment_id: str, cipher: Plain | None = None
+) -> bool:
+    """Return whether what has the name of a segment is damaged, or another segment. See `read_head`. Raises OSError."""
+    try:
+        return read_head(read, segment_id, cipher).header.id != segment_id
+    except FormatError as error:
+        return not isinstance(error, NotOursError)
 
 
 class SegmentReader:
