@@ -178,7 +178,13 @@ class Conversations(Records[ConversationRecord]):
 
     def sweep(self, stored_ids: Collection[str], dry_run: bool = False) -> list[str]:
         """Delete records that are blank or have no stored segment left, and locks of dead processes. See `_sweep`."""
-        removed = self._sweep(lambda record: any(segment in stored_ids for segment in record.segments), dry_run)
+
+        def is_needed(name: str, record: ConversationRecord | None) -> bool:
+            if record is not None and any(segment in stored_ids for segment in record.segments):
+                return True
+            return self.files.is_locked(CONVERSATION_LOCK, name.removesuffix(RECORD_SUFFIX) + LOCK_SUFFIX)
+
+        removed = self._sweep(is_needed, dry_run)
         if not dry_run:
             with suppress(OSError):
                 for name in filter(partial(self.files.is_own, CONVERSATION_LOCK), self.files.names(CONVERSATION_LOCK)):
@@ -187,9 +193,6 @@ class Conversations(Records[ConversationRecord]):
                             with lock:
                                 self.files.delete(CONVERSATION_LOCK, name)
         return removed
-
-    def _is_in_use(self, name: str) -> bool:
-        return self.files.is_locked(CONVERSATION_LOCK, name.removesuffix(RECORD_SUFFIX) + LOCK_SUFFIX)
 
 
 def _describe(
@@ -276,17 +279,20 @@ class Ownership:
                 file.close()
 
     def _lock(self) -> Any:
+        """Lock the file, and write its holder. Returns None if it cannot be locked. Raises ConversationInUseError."""
+        refused, deadline = 0, time.monotonic() + _PATIENCE_SECONDS
         try:
-            file = _lock_patiently(self.files, self._name)
+            while (file := self.files.lock(CONVERSATION_LOCK, self._name)) is None:
+                refused += self.files.is_locked(CONVERSATION_LOCK, self._name)
+                if refused >= _ATTEMPTS or time.monotonic() >= deadline:
+                    raise ConversationInUseError(self._id, *_read_holder(self.files, self._name))
+                time.sleep(_PAUSE_SECONDS)
         except OSError as error:  # nothing is stored in a read-only folder, so nothing can be lost
             if error.errno not in _NOT_WRITABLE:
                 LOGGER.warning(
                     "%s cannot be locked, so another process may continue with it, too: %s", self._path, error
                 )
             return None
-        if file is None:
-            holder = _read_holder(self.files, self._name)
-            raise ConversationInUseError(self._id, holder.pid, holder.since)
         try:
             content = json.dumps({"pid": os.getpid(), "since": time.time()}).encode()
             self.files.rewrite(file, CONVERSATION_LOCK, self._name, content)
@@ -299,21 +305,6 @@ _owners: PerProcess[weakref.WeakValueDictionary[tuple[Hashable, str], Ownership]
     weakref.WeakValueDictionary
 )
 """Conversations that this process owns, by the identity of the place and the name of their lock."""
-
-
-def _lock_patiently(files: RecordFiles, name: str) -> Any:
-    """Lock a conversation until the returned file is closed. Returns None if it is locked. Raises OSError.
-
-    Retries, since listing conversations also locks it for a moment.
-    """
-    refused, deadline = 0, time.monotonic() + _PATIENCE_SECONDS
-    while refused < _ATTEMPTS and time.monotonic() < deadline:
-        file = files.lock(CONVERSATION_LOCK, name)
-        if file is not None:
-            return file
-        refused += files.is_locked(CONVERSATION_LOCK, name)
-        time.sleep(_PAUSE_SECONDS)
-    return None
 
 
 def _read_holder(files: RecordFiles, name: str) -> Holder:

@@ -124,7 +124,11 @@ class Documents(Records[DocumentRecord]):
     def sweep(self, rows: Iterable[SegmentRow], dry_run: bool = False) -> list[str]:
         """Delete records that are blank or have no stored passage left. See `_sweep`."""
         stored = by_passage(rows).keys()
-        return self._sweep(lambda record: not stored.isdisjoint((*record.passages, *record.leaving)), dry_run)
+
+        def is_needed(_: str, record: DocumentRecord | None) -> bool:
+            return record is not None and not stored.isdisjoint((*record.passages, *record.leaving))
+
+        return self._sweep(is_needed, dry_run)
 
 
 def _describe(

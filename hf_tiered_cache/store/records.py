@@ -153,10 +153,6 @@ class Records(Generic[R]):
     def __init__(self, files: RecordFiles) -> None:
         self.files, self.kind, self._warn = files, self.record.kind, Notices().warn
 
-    def load(self, name: str) -> R:
-        """Read the record in a file. Raises OSError or FormatError."""
-        return self.record.decode(self.files.read(self.kind, name))
-
     def _get(self, name: str) -> R | None:
         """Return the record in a file, or None if there is none. One that cannot be used is logged."""
         where = self.files.where(self.kind, name)
@@ -249,7 +245,7 @@ class Records(Generic[R]):
             name = record_name(*record.key)
             with suppress(FileNotFoundError):
                 try:
-                    self.load(name)
+                    self.record.decode(self.files.read(self.kind, name))
                 except OtherFormatError as error:
                     where = self.files.where(record.kind, name)
                     raise OtherFormatError(
@@ -265,31 +261,22 @@ class Records(Generic[R]):
         """Delete a record, if it exists. Raises OSError."""
         self.files.delete(self.kind, record_name(*key))
 
-    def _sweep(self, is_needed: Callable[[R], bool], dry_run: bool = False) -> list[str]:
-        """Delete records that are blank or not needed, unless they are damaged, in use or of a newer format.
+    def _sweep(self, is_needed: Callable[[str, R | None], bool], dry_run: bool) -> list[str]:
+        """Delete records that are not needed, unless they are damaged or of a newer format.
 
-        Returns the paths of the deleted records, or with `dry_run` of those to be deleted.
+        Returns the paths of the deleted records, or with `dry_run` of those to be deleted. `is_needed` gets the name of
+        a file and its record, or None for a blank one.
         """
         removed, kind = [], self.kind
         with suppress(OSError):
             for name in self.files.names(kind):
-                with suppress(OSError):
-                    if self._may_be_needed(name, is_needed) or self._is_in_use(name):
+                with suppress(OSError, FormatError):
+                    content = self.files.read(kind, name)
+                    if is_needed(name, None if is_blank(content) else self._undamaged(name, content)):
                         continue
                     if self.files.is_own(kind, name) if dry_run else self.files.delete(kind, name):
                         removed.append(str(self.files.where(kind, name)))
         return removed
-
-    def _may_be_needed(self, name: str, is_needed: Callable[[R], bool]) -> bool:
-        try:
-            content = self.files.read(self.kind, name)
-            return not is_blank(content) and is_needed(self._undamaged(name, content))
-        except (OSError, FormatError):
-            return True
-
-    def _is_in_use(self, name: str) -> bool:
-        """Return whether a process uses the record in a file."""
-        return False
 
 
 def check_name(name: object, subject: str, most: int) -> None:
@@ -354,17 +341,14 @@ class Calibrations:
             return {}
         loaded = self._loaded
         if version != loaded[0]:
-            loaded = self._loaded = version, self._parse()
-        return loaded[1]
-
-    def _parse(self) -> dict[str, list[dict[str, Any]]]:
-        """Read the file. Returns {} if it was deleted meanwhile, is blank, or, logged, is damaged."""
-        with suppress(FileNotFoundError):
             try:
                 content = self.files.read(CALIBRATIONS, CALIBRATIONS_NAME)
-                if CALIBRATIONS.is_own(CALIBRATIONS_NAME, content):
-                    return json_object(content)
+                is_own = CALIBRATIONS.is_own(CALIBRATIONS_NAME, content)
+            except FileNotFoundError:  # deleted meanwhile
+                return {}
             except FormatError:
-                pass
-            self._warn("damaged", self._advice)
-        return {}
+                is_own = False
+            if not is_own:
+                self._warn("damaged", self._advice)
+            loaded = self._loaded = version, json_object(content) if is_own else {}
+        return loaded[1]
