@@ -236,7 +236,7 @@ class Index:
                 self._unread = f"the catalogue failed ({self._failure})"
                 return rejected + list(ids[first:])
             rejected += [segment_id for segment_id, row in batch.items() if row is None]
-        return [segment_id for segment_id in rejected if not self._is_gone(segment_id)]
+        return list(filter(self.is_stored, rejected))
 
     def confirm(self, segment_id: str) -> None:
         """Make sure that a stored segment has a row, which agrees with its file."""
@@ -255,12 +255,6 @@ class Index:
         self._note("catalogue_errors", "row", message)
         self.adopt([row.id])
         return False
-
-    def _is_gone(self, segment_id: str) -> bool:
-        try:
-            return self._backend.find(segment_id) is None
-        except OSError:
-            return False
 
     def _read(self, segment_id: str) -> _Row | None:
         """Read the row of a segment. Returns None, with a counter and a warning, if it is not readable."""

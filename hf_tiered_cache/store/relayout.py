@@ -188,7 +188,9 @@ class _Join:
             part_fields = self._empty(part)
             for source in self._sources(part, tokens):
                 fields = source.fields()
-                source.put(part_fields, checked_encode(codec, source.decode(fields)) if source.group.merged else fields)
+                if source.group.merged:
+                    fields = checked_encode(codec, source.decode(fields))
+                _put(part_fields, source.to_heads, source.to_tokens, fields)
             yield part, part_fields
 
     def _merged(self, group: BlockGroup) -> Iterator[tuple[Part, Fields]]:
@@ -211,7 +213,7 @@ class _Join:
                     _put(targets, slice(None), run, fields)
             for sources, targets in zip(moved, merged_kv, strict=True):
                 for source in sources:
-                    source.put(targets, source.fields())
+                    _put(targets, source.to_heads, source.to_tokens, source.fields())
             yield from zip(pair, map(tuple, merged_kv), strict=True)
 
     def numbers(self, part: Part, tokens: np.ndarray) -> torch.Tensor:
@@ -272,10 +274,6 @@ class _Source:
 
     def decode(self, fields: Fields) -> torch.Tensor:
         return self.shape.decode(self.group, self.part, fields)
-
-    def put(self, targets: Fields, fields: Fields) -> None:
-        """Copy fields into the fields of all heads and tokens of the new part."""
-        _put(targets, self.to_heads, self.to_tokens, fields)
 
 
 def _put(targets: Fields, heads: slice, tokens: np.ndarray, fields: Fields) -> None:

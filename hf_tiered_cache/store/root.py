@@ -345,7 +345,9 @@ def _is_marked(tree: FolderTree) -> bool:
     except FormatError as error:
         raise StoreError(f"{tree.path / MARKER_NAME} is a link, or not a regular file; remove it") from error
     if is_blank(content):
-        return _has_only_own_names(tree)
+        with suppress(NotADirectoryError):  # `_check_kinds` refuses what is no folder
+            return all(kind is not None for *_, kind in tree.entries())
+        return True
     facts = json_object(content)
     if facts.get("format") != MARKER_FORMAT or type(version := facts.get("version")) is not int:
         raise StoreError(f"{tree.path / MARKER_NAME} is not the marker of a store; choose another folder")
@@ -354,17 +356,6 @@ def _is_marked(tree: FolderTree) -> bool:
             f"{tree.path} is a store of format {version}, which this version does not support; upgrade "
             "hf-tiered-cache to open it"
         )
-    return True
-
-
-def _has_only_own_names(tree: FolderTree) -> bool:
-    """Return whether all files have the place and the name of a kind. Raises OSError."""
-    if not all(name in ALL_FOLDERS or kind_of("", name) for name in tree.list_names("")):
-        return False
-    for folder in ALL_FOLDERS:
-        with suppress(FileNotFoundError, NotADirectoryError):  # `_check_kinds` refuses what is no folder
-            if not all(kind_of(folder, name) for name in tree.list_names(folder)):
-                return False
     return True
 
 

@@ -101,15 +101,6 @@ class _Head:
         return sum(aligned(array.nbytes, _ARRAY_ALIGNMENT) for array in self.arrays)
 
 
-class _Open(NamedTuple):
-    """An open sidecar with a verified header."""
-
-    file: EngineFile
-    stored: Stored
-    head: _Head
-    guard: Guard
-
-
 class Sidecars:
     """Sidecars of the segments of a store. `reserved` is its `Space.reserved`."""
 
@@ -195,9 +186,9 @@ class Sidecars:
         """Return a sidecar of a segment. None if there is none for these facts, or, counted, if it cannot be used."""
         name = f"{reader.id}.{kind}"
         try:
-            opened = self._open(name)
-            if opened.head.content == _content_of(reader) and facts in (None, opened.head.facts):
-                return Kept(kind, self._arrays(name, opened), json.loads(opened.head.facts))
+            head, guard, stored, file = self._open(name)
+            if head.content == _content_of(reader) and facts in (None, head.facts):
+                return Kept(kind, self._arrays(name, head, guard, stored, file), json.loads(head.facts))
         except FileNotFoundError:
             pass
         except (OSError, MemoryError, FormatError, IntegrityError) as error:
@@ -209,7 +200,7 @@ class Sidecars:
 
     # --- files
 
-    def _open(self, name: str) -> _Open:
+    def _open(self, name: str) -> tuple[_Head, Guard, Stored, EngineFile]:
         """Open a file and verify its header. Raises FormatError or OSError."""
         stored, data, file = self._backend.open(name, _length)
         head = _decode_head(data)
@@ -218,11 +209,12 @@ class Sidecars:
         guard = self._cipher.guard(head.seal)
         if head.seal is not None:
             check_tag(PREFIX, data, len(data), guard)
-        return _Open(file, stored, head, guard)
+        return head, guard, stored, file
 
-    def _arrays(self, name: str, opened: _Open) -> dict[str, torch.Tensor]:
+    def _arrays(
+        self, name: str, head: _Head, guard: Guard, stored: Stored, file: EngineFile
+    ) -> dict[str, torch.Tensor]:
         """Read, verify and decrypt the arrays. Raises IntegrityError or OSError."""
-        file, stored, head, guard = opened
         with torch.inference_mode(False):  # as in `aligned_bytes`
             tensors = {array.name: torch.empty(array.shape, dtype=array.dtype) for array in head.arrays}
         count, block_bytes = _blocks(head.nbytes)
@@ -245,9 +237,9 @@ class Sidecars:
 
     def check(self, name: str) -> int:
         """Verify the checksums of a file. Returns its size. Raises FormatError, IntegrityError or OSError."""
-        file = self._open(name)
-        self._arrays(name, file)
-        return file.stored.size
+        head, guard, stored, file = self._open(name)
+        self._arrays(name, head, guard, stored, file)
+        return stored.size
 
     # --- maintenance
 

@@ -137,7 +137,7 @@ os.register_at_fork(after_in_child=_close_copies)
 def try_flock(file: FileIO | int, kind: int) -> bool:
     """Lock an open file without waiting. Returns False if the lock is not free. Raises OSError if it has no locks."""
     try:
-        fcntl.flock(file if isinstance(file, int) else file.fileno(), kind | fcntl.LOCK_NB)
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
             return False
@@ -278,16 +278,19 @@ class FolderTree:
     def unknown(self, is_known: Callable[[FileKind, str], bool]) -> list[str]:
         """Return the sorted paths of files that the library did not write, but `is_known` ones. Raises OSError."""
         unknown = []
+        for folder, name, kind in self.entries():
+            if kind is None or not is_known(kind, name):
+                with suppress(OSError):  # not readable now, so not listed
+                    if kind is None or not (self.is_own(kind, name) or self.find(kind, name) is None):
+                        unknown.append(os.path.join(folder, name))
+        return sorted(unknown)
+
+    def entries(self) -> Iterator[tuple[str, str, FileKind | None]]:
+        """Yield the subfolder and name of each file, and the kind that both match, if any. Raises OSError."""
         for folder in ("", *ALL_FOLDERS):
             with suppress(FileNotFoundError):
-                for name in self.list_names(folder) - (set(ALL_FOLDERS) if not folder else set()):
-                    kind = kind_of(folder, name)
-                    if kind is not None and is_known(kind, name):
-                        continue
-                    with suppress(OSError):  # not readable now, so not listed
-                        if kind is None or not (self.is_own(kind, name) or self.find(kind, name) is None):
-                            unknown.append(os.path.join(folder, name))
-        return sorted(unknown)
+                for name in self.list_names(folder).difference(() if folder else ALL_FOLDERS):
+                    yield folder, name, kind_of(folder, name)
 
     def statuses(self, folder: str) -> dict[str, os.stat_result]:
         """Return the status of each file and folder in a subfolder, by name. Links are not followed. Raises OSError."""
