@@ -39,22 +39,19 @@ def conversation_name(conversation_id: str) -> str:
 
 @dataclass(frozen=True)
 class ConversationRecord(Record):
-    """Stored record of a suspended conversation."""
+    """Stored record of a suspended conversation. For fields that it has in common with its entry see there."""
 
     kind: ClassVar[FileKind] = CONVERSATION
     subject: ClassVar[str] = "a conversation"
 
     id: str
     fingerprint: str
-    """Fingerprint of the model that computed it."""
     provenance: str
     """Provenance of its KV: its segments are found only under this one."""
     method: str
     """Textual description of the method, as `make_method` takes it."""
     segments: tuple[str, ...]
-    """Ids of its segments, in order."""
     tokens: int
-    """Number of stored tokens."""
     turns: int
     created: float
     suspended: float
@@ -62,9 +59,7 @@ class ConversationRecord(Record):
     nbytes: int
     """Bytes of its segments on disk at that time."""
     model: Mapping[str, str] = field(default_factory=dict)
-    """Human-readable description of the model."""
     merging: str = ""
-    """Decision about layers that share KV, with its reason, at the last suspension; "" if there was none."""
     refused_tokens: int = 0
     """Number of tokens at which a replay last refused pairs of layers; 0 if none did."""
 
@@ -87,6 +82,7 @@ class ConversationInfo:
     bytes: int
     """Bytes that its segments take on disk now."""
     segments: list[str]
+    """Ids of its segments, in order."""
     evicted: list[str]
     """Ids of its segments that are no longer stored."""
     created: float
@@ -96,7 +92,7 @@ class ConversationInfo:
     """Id of the process that continues it; 0 if unknown, None if there is none."""
     in_use_since: float | None
     merging: str = ""
-    """Decision about layers that share KV, with its reason, when it was last suspended."""
+    """Decision about layers that share KV, with its reason, at the last suspension; "" if there was none."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return all fields as a JSON-serializable dict."""

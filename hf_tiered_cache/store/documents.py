@@ -37,27 +37,22 @@ def by_passage(rows: Iterable[SegmentRow]) -> dict[str, list[SegmentRow]]:
 
 @dataclass(frozen=True)
 class DocumentRecord(Record):
-    """Stored record of a label."""
+    """Stored record of a label. For fields that it has in common with its entry see there."""
 
     kind: ClassVar[FileKind] = DOCUMENT
     subject: ClassVar[str] = "a document"
 
     label: str
     fingerprint: str
-    """Fingerprint of the model that computed it."""
     made: str
-    """Provenance of the passages, and the token that preceded them."""
     passages: tuple[str, ...]
     """Names (see `passage_name`) of the passages that are long enough to be stored, in the order of the text."""
     tokens: int
-    """Number of tokens of these passages."""
     created: float
-    """Time when the label was first stored, in Unix seconds."""
     changed: float
     leaving: tuple[str, ...] = ()
     """Names of previous passages that are still to be deleted, unless another label uses them."""
     model: Mapping[str, str] = field(default_factory=dict)
-    """Human-readable description of the model."""
 
     def in_place_of(self, before: DocumentRecord | None) -> DocumentRecord:
         """Return this record with what follows from the previous record of the label, or None."""
@@ -92,6 +87,7 @@ class DocumentInfo:
     shared: int
     """Number of its passages that another label also uses."""
     created: float
+    """Time when the label was first stored, in Unix seconds."""
     changed: float
 
     def as_dict(self) -> dict[str, Any]:

@@ -322,7 +322,9 @@ def block_groups(layout: KVLayout, geometry: Geometry) -> tuple[BlockGroup, ...]
         for group_layers in in_groups(layers, step, 0 if window else geometry.solo_layers)
     ]
     for pair in geometry.pairs:
-        _check_alike(layout, pair)
+        first, second = (layout.layers[layer] if layer < len(layout.layers) else None for layer in pair)
+        if first is None or first != second or first.window or not first.key_dim or not first.value_dim:
+            raise FormatError(f"layers {pair[0]} and {pair[1]} cannot be merged: {first} and {second}")
         units.append((0, list(pair), True))
     group_parts: list[tuple[int, tuple[Part, ...], bool]] = []
     for window, layers, merged in units:
@@ -347,13 +349,6 @@ def in_groups(layers: list[int], step: int, solo_layers: int) -> list[list[int]]
     return [[layer] for layer in layers[:solo_layers]] + [
         layers[i : i + step] for i in range(solo_layers, len(layers), step)
     ]
-
-
-def _check_alike(layout: KVLayout, pair: tuple[int, int]) -> None:
-    """Raise FormatError unless two layers can be merged."""
-    first, second = (layout.layers[layer] if layer < len(layout.layers) else None for layer in pair)
-    if first is None or first != second or first.window or not first.key_dim or not first.value_dim:
-        raise FormatError(f"layers {pair[0]} and {pair[1]} cannot be merged: {first} and {second}")
 
 
 def _head_ranges(layout: KVLayout, layers: list[int], per_block: int | None) -> list[tuple[int, int] | None]:
