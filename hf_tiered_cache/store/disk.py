@@ -261,7 +261,7 @@ class SegmentStore(Space):
             offset = header.blocks.offset
             for block_group, group in enumerate(block_groups):
                 blocks, linear = group if isinstance(group, PackedBlocks) else (group, None)
-                first = header.shape.first_block(block_group)
+                first = header.shape.first_blocks[block_group]
                 digests.append(write_blocks(upload, offset, guard, first, blocks, linear))
                 written((header.id, block_group, content_of(digests[-1])), blocks)
                 offset += blocks.numel()

@@ -134,7 +134,7 @@ def _lay_out(header: SegmentHeader, num_hashes: int, scan_bytes: int, tables_byt
     """Compute section offsets, given the sizes of the sections that a header page alone does not determine."""
     nbytes = {
         "chain": num_hashes * HASH_BYTES,
-        "digests": header.shape.block_count * DIGEST_DTYPE.itemsize,
+        "digests": header.shape.first_blocks[-1] * DIGEST_DTYPE.itemsize,
         "scan": scan_bytes,
         "tables": tables_bytes,
         "blocks": header.shape.blocks_bytes,
@@ -309,9 +309,8 @@ def decode_tables(
         raise FormatError("the header's offsets do not match its token tables")
     if shape.geometry.pairs:
         shape.check_tables()
-    digests = np.frombuffer(arrays["digests"], DIGEST_DTYPE, shape.block_count)
-    firsts = [shape.first_block(group.index) for group in shape.block_groups]
-    return header, arrays["chain"][: num_hashes * HASH_BYTES], tuple(np.split(digests, firsts[1:]))
+    digests = np.frombuffer(arrays["digests"], DIGEST_DTYPE, shape.first_blocks[-1])
+    return header, arrays["chain"][: num_hashes * HASH_BYTES], tuple(np.split(digests, shape.first_blocks[1:-1]))
 
 
 def _decode_tables(shape: SegmentShape, section: bytes) -> TokenTables | None:

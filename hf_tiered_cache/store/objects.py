@@ -217,13 +217,7 @@ class ObjectBackend(ABC, SegmentBackend):
             raise OSError(errno.EIO, "it ends before the block", file.path)
         with self._counting:
             self.bytes_read += len(content)
-        array, offset = np.frombuffer(content, np.uint8), 0
-        for piece in call.pieces:
-            if isinstance(piece, int):
-                offset += piece
-            else:
-                piece.numpy()[...] = array[offset : offset + piece.numel()]
-                offset += piece.numel()
+        call.fill(np.frombuffer(content, np.uint8))
         return len(content)
 
     def register(self, memory: torch.Tensor) -> None:

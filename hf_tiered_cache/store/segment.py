@@ -146,7 +146,7 @@ class SegmentReader:
             return
         for first, blocks in runs:
             expected = self.digests[block_group][first : first + blocks.shape[0]]
-            bad = self._guard.open(self.shape.first_block(block_group) + first, blocks, expected)
+            bad = self._guard.open(self.shape.first_blocks[block_group] + first, blocks, expected)
             if bad is not None:
                 raise self.damaged(block_group, first + bad)
 

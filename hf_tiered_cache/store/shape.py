@@ -164,13 +164,10 @@ class SegmentShape:
         """Return the number of chunks of a KV cache group, which is its number of blocks."""
         return self._chunks[group.index]
 
-    def first_block(self, group: int) -> int:
-        """Return the index, in the segment, of the first block of a KV cache group."""
-        return self._first_blocks[group]
-
-    @property
-    def block_count(self) -> int:
-        return self._first_blocks[-1]
+    @cached_property
+    def first_blocks(self) -> tuple[int, ...]:
+        """Index, in the segment, of the first block of each KV cache group, followed by the number of all blocks."""
+        return (0, *np.cumsum(self._chunks).tolist())
 
     @cached_property
     def group_offsets(self) -> tuple[int, ...]:
@@ -193,10 +190,6 @@ class SegmentShape:
     @cached_property
     def _chunks(self) -> tuple[int, ...]:
         return tuple(-(-self.tokens_in(group) // self.geometry.chunk_tokens) for group in self.block_groups)
-
-    @cached_property
-    def _first_blocks(self) -> tuple[int, ...]:
-        return (0, *np.cumsum(self._chunks).tolist())
 
     # --- tokens
 

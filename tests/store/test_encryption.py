@@ -538,7 +538,7 @@ def section(data, name):
 def block_of(data, number):
     """Return the offsets of a block and of its digest in the bytes of a file."""
     header, _ = decode_header(bytes(data[:HEADER_BYTES]))
-    shape, number = header.shape, number % header.shape.block_count
+    shape, number = header.shape, number % header.shape.first_blocks[-1]
     block_group = shape.block_groups[number // shape.chunks_in(shape.block_groups[0])]  # all hold as many
     start = header.blocks.offset + shape.group_offsets[block_group.index]
     start += number % shape.chunks_in(block_group) * block_group.block_bytes

@@ -198,7 +198,7 @@ def test_a_model_of_126_different_layers_fits_the_header_page():
         "0" * 32, "f" * 32, SegmentShape(KVLayout(kinds, torch.bfloat16), Geometry(), 16), b"0" * 16, 0, 1.0
     )
     laid = lay_out(header, 1)
-    head = encode_head(laid, hashes(1), np.zeros(laid.shape.block_count, DIGEST_DTYPE), Guard())
+    head = encode_head(laid, hashes(1), np.zeros(laid.shape.first_blocks[-1], DIGEST_DTYPE), Guard())
     assert decode_header(head[:4096])[0].shape.layout.layers == kinds
 
 

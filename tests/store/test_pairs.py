@@ -628,7 +628,7 @@ def test_a_page_holds_the_pairs_of_126_layers(tmp_path):
     from hf_tiered_cache.store.format import encode_head, lay_out
 
     laid = lay_out(header, 1)
-    head = encode_head(laid, hashes(1), np.zeros(laid.shape.block_count, DIGEST_DTYPE), Guard())
+    head = encode_head(laid, hashes(1), np.zeros(laid.shape.first_blocks[-1], DIGEST_DTYPE), Guard())
     assert decode_header(head[:HEADER_BYTES])[0].shape.geometry == cut
 
 

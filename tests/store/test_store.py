@@ -727,7 +727,7 @@ def test_verify_reads_every_block(tmp_path):
     report = maintain.verify(store)
     assert report.ok
     assert report.segments == 3
-    assert report.blocks == sum(h.shape.block_count for h in headers)
+    assert report.blocks == sum(h.shape.first_blocks[-1] for h in headers)
     assert report.nbytes == sum(h.shape.blocks_bytes for h in headers)
     assert json.dumps(report.as_dict())
 

@@ -89,7 +89,12 @@ def open_backend(address: str | os.PathLike[str] | None, backend: object, engine
     if engine != "auto":
         raise ConfigError("engine is an option of stores in folders; other backends read by themselves")
     if address is not None:
-        backend = _opened(str(address))
+        address = str(address)
+        backend = _opener(address)(address)
+        if backend is None:
+            raise ConfigError(
+                f"the opener of the backend {scheme_of(address)!r} returned None; it must return the backend"
+            )
     if isinstance(backend, type):
         raise ConfigError(f"backend must be an instance, not the class {backend.__name__}; use {backend.__name__}(...)")
     if missing := [name for name in _MEMBERS if not hasattr(backend, name)]:
@@ -124,14 +129,6 @@ def _check_open(backend: object) -> None:
     """Raise ConfigError if a backend was closed, for example with the store that it belonged to."""
     if getattr(backend, "is_closed", False):
         raise ConfigError(f"this {type(backend).__name__} was closed with a store that used it; create another one")
-
-
-def _opened(address: str) -> SegmentBackend:
-    """Open the place at an address. Raises ConfigError if its opener does not return one."""
-    backend: SegmentBackend | None = _opener(address)(address)
-    if backend is None:
-        raise ConfigError(f"the opener of the backend {scheme_of(address)!r} returned None; it must return the backend")
-    return backend
 
 
 def _opener(address: str) -> Opener:

@@ -174,25 +174,18 @@ class ValueBackend(ObjectBackend):
     def _ranges(self, name: str, version: bytes, start: int, stop: int) -> list[Range]:
         """Return where the bytes of an object are."""
         ranges = []
-        first = 0
-        for number in range(self._count(stop)):
+        first, shift = 0, HEAD.size
+        for number, key in enumerate([self.keys + name, *self._parts(name, Head(version, stop))]):
             end = self.first_bytes + number * self.part_bytes
-            shift = 0 if number else HEAD.size
             if max(start, first) < min(stop, end):
-                own = max(start, first) - first + shift, min(stop, end) - first + shift
-                ranges.append(Range(self._part(name, version, number), *own))
-            first = end
+                ranges.append(Range(key, max(start, first) - first + shift, min(stop, end) - first + shift))
+            first, shift = end, 0
         return ranges
-
-    def _count(self, size: int) -> int:
-        return 1 + max(0, -(-(size - self.first_bytes) // self.part_bytes))
-
-    def _part(self, name: str, version: bytes, number: int) -> str:
-        return f"{self.keys}{name}#{version.hex()}#{number}" if number else self.keys + name
 
     def _parts(self, name: str, head: Head) -> list[str]:
         """Return the keys of all parts but the first."""
-        return [self._part(name, head.version, number) for number in range(1, self._count(head.extent))]
+        count = -(-(head.extent - self.first_bytes) // self.part_bytes)
+        return [f"{self.keys}{name}#{head.version.hex()}#{number}" for number in range(1, 1 + count)]
 
     def _discard(self, parts: Sequence[str]) -> None:
         """Delete parts without an object. What cannot be deleted now is left to the server."""

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import NamedTuple, TypeVar
 
+import numpy as np
+
 from ...errors import StoreClosedError
 from ..lazy import torch
 from ..threads import DaemonPool
@@ -74,6 +76,15 @@ class Call:
     offset: int
     pieces: list[torch.Tensor | int] = field(default_factory=list)
     nbytes: int = 0
+
+    def fill(self, source: np.ndarray) -> None:
+        """Copy the bytes that were read, uint8 `[nbytes or more]`, to the tensors."""
+        at = 0
+        for piece in self.pieces:
+            nbytes = piece if isinstance(piece, int) else piece.numel()
+            if not isinstance(piece, int):
+                piece.numpy()[...] = source[at : at + nbytes]
+            at += nbytes
 
 
 def coalesce(ops: Sequence[ReadOp]) -> list[Call]:

@@ -136,11 +136,6 @@ def _read_pages(call: Call) -> int:
     """Run a call by reading whole pages and copying: some disks and file systems have sectors of 4 KiB."""
     begin = call.offset // ALIGNMENT * ALIGNMENT
     pages = torch.frombuffer(mmap.mmap(-1, aligned(call.offset + call.nbytes) - begin), dtype=torch.uint8)
-    bytes_read, at = _read_all(Call(call.file, begin, [pages], len(pages))), call.offset - begin
-    for piece in call.pieces:
-        if isinstance(piece, int):
-            at += piece
-        else:
-            piece.copy_(pages[at : at + len(piece)])
-            at += len(piece)
+    bytes_read = _read_all(Call(call.file, begin, [pages], len(pages)))
+    call.fill(pages.numpy()[call.offset - begin :])
     return bytes_read
