@@ -23,12 +23,10 @@ from ..store.geometry import HASH_TOKENS
 from ..store.kinds import ENTRY
 from ..store.objects import ObjectBackend
 
-_MOST_HASHES = 4096
-"""Maximum number of prefix hashes of an entry: the first 65,536 tokens of a segment are found."""
+_MOST_HASHES = 4096  # maximum number of prefix hashes of an entry: the first 65,536 tokens of a segment are found
 ENTRY_BYTES = HEADER_BYTES + _MOST_HASHES * HASH_BYTES
 """Maximum size of an entry."""
-_SWEPT = 256
-"""Number of entries that are read at once by a sweep."""
+_SWEPT = 256  # number of entries that are read at once by a sweep
 
 
 @dataclass(frozen=True)
@@ -139,8 +137,7 @@ def _read(remote: ObjectBackend, names: Sequence[str]) -> dict[str, Entry | None
     return entries
 
 
-_MOST_SHARE = 0.75
-"""Share of a segment above which it is fetched as a whole."""
+_MOST_SHARE = 0.75  # share of a segment above which it is fetched as a whole
 
 
 def beginning_of(header: SegmentHeader, prefix_hashes: Sequence[bytes], num_hashes: int) -> SegmentHeader:

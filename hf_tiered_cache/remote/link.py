@@ -18,12 +18,9 @@ from ..store.objects import ObjectBackend
 from ..store.threads import DaemonPool
 from .entries import Entry, find_entries
 
-_WEIGHT = 0.5
-"""Weight of a new measurement in the mean."""
-_MEASURED_SECONDS = 60.0
-"""Seconds after which a measurement is repeated, whatever it showed."""
-_FAILURES = 3
-"""Consecutive failures that open the breaker."""
+_WEIGHT = 0.5  # weight of a new measurement in the mean
+_MEASURED_SECONDS = 60.0  # seconds after which a measurement is repeated, whatever it showed
+_FAILURES = 3  # consecutive failures that open the breaker
 _OPEN_SECONDS, _MOST_OPEN_SECONDS = 5.0, 60.0
 """Seconds before an open breaker lets one call through, at first and at most."""
 
@@ -135,8 +132,7 @@ _ABSENT_SECONDS, _PRESENT_SECONDS = 3.0, 60.0
 """Seconds for which the result of a lookup counts, for a prefix hash that was not found, and for one that was."""
 _MOST_ABSENT, _MOST_PRESENT = 1 << 16, 1 << 10
 """Maximum numbers of results that are kept. Those that were found take up to 64 KiB each."""
-_THREADS = 8
-"""Number of lookups at a time."""
+_THREADS = 8  # number of lookups at a time
 
 SLOW = "a lookup takes longer than it can save"
 LATE = "the remote did not answer in time"

@@ -36,18 +36,14 @@ from .entries import Entry, beginning_of, delete_entry, entry_names
 from .link import FAILED, LATE, UNAVAILABLE, Breaker, Link, LookUps
 from .write_back import WriteBack
 
-_LOOK_UP_SHARE = 0.2
-"""Share of the time to compute the missing tokens that a lookup may take."""
+_LOOK_UP_SHARE = 0.2  # share of the time to compute the missing tokens that a lookup may take
 _UNKNOWN_SECONDS = 5.0
 """Seconds that computing is assumed to take before any prompt was computed here, or costs were calibrated."""
 _PLANS = 3
 """Number of attempts to find segments for a prompt: those that turn out to be gone are left out of the next one."""
-_HIDDEN_SECONDS = 60.0
-"""Seconds for which a segment that could not be fetched is not tried again."""
-_MOST_SECONDS = 600.0
-"""Maximum number of seconds that a prompt waits for the remote."""
-_FETCHES = 4
-"""Number of segments that are fetched at a time."""
+_HIDDEN_SECONDS = 60.0  # seconds for which a segment that could not be fetched is not tried again
+_MOST_SECONDS = 600.0  # maximum number of seconds that a prompt waits for the remote
+_FETCHES = 4  # number of segments that are fetched at a time
 _TRIAL_SHARE = 0.5
 """Share of the time to compute the missing tokens after which a fetch of unknown bandwidth is judged by its pace."""
 _LEAST_WAIT = 0.25

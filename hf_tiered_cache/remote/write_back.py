@@ -29,8 +29,7 @@ WRITES = ("always", "pinned", "never")
 _MOST_QUEUED = 4096
 """Maximum number of segments that wait. They are on the disk, so only their ids wait."""
 _WINDOW_BYTES = 16 << 20
-_PATIENCE_SECONDS = 30.0
-"""Seconds that `flush` and `close` wait for a remote that makes no progress."""
+_PATIENCE_SECONDS = 30.0  # seconds that `flush` and `close` wait for a remote that makes no progress
 _REFUSED = "it is not used for a while, after several failures"
 
 

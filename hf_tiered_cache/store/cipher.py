@@ -26,8 +26,7 @@ from .lazy import torch
 KEY_BYTES = 32
 _NONCE_BYTES = 12
 _GCM_TAG_BYTES = DIGEST_DTYPE.itemsize
-_PIECE_BYTES = 8 << 20
-"""Bytes that are encrypted at a time, into a separate buffer: the plaintext may still be in use."""
+_PIECE_BYTES = 8 << 20  # bytes that are encrypted at a time, into a separate buffer: the plaintext may still be in use
 
 
 class Plain:

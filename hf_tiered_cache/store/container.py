@@ -29,8 +29,7 @@ from .tree import Stored
 
 DIGEST_DTYPE = np.dtype([("xxh3", "<u8"), ("lin64", "<u8")])
 """Row of a segment's digest table: 16 bytes per block."""
-_PIECE_BYTES = 16 << 20
-"""Bytes of blocks that are multiplied at a time; the products take as much memory again."""
+_PIECE_BYTES = 16 << 20  # bytes of blocks that are multiplied at a time; the products take as much memory again
 
 xxh3: Callable[[memoryview | bytes], int] = xxhash.xxh3_64_intdigest
 """Function that returns the xxh3-64 of bytes. It runs at each look at a model's weights, so it is a C function."""

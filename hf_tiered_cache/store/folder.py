@@ -33,10 +33,8 @@ _LOCK_SECONDS = 30.0
 """Seconds to wait for the store's lock, which is normally held only briefly. After a timeout the limit is
 `_LOCK_SECONDS_AFTERWARDS` until the lock is acquired again."""
 _LOCK_SECONDS_AFTERWARDS = 1.0
-_OPENINGS = 100
-"""Maximum number of attempts to open a file that is replaced between two calls each time."""
-_MOST_UNSYNCED = 1000
-"""Maximum number of files that wait to be made durable."""
+_OPENINGS = 100  # maximum number of attempts to open a file that is replaced between two calls each time
+_MOST_UNSYNCED = 1000  # maximum number of files that wait to be made durable
 _UNNAMED = tuple(kind for kind in KINDS if kind not in (SEGMENT, SIDECAR, PIN))
 """Kinds of files that take space and are neither segments nor sidecars. Pins are empty."""
 

@@ -26,8 +26,7 @@ BLOCK_ALIGNMENT = 512
 HASH_TOKENS = 16
 """Number of tokens that one prefix hash covers. The index does not depend on the geometry of a segment."""
 
-_MOST = 1 << 18
-"""Upper bound on the heads of all layers together, on dimensions, and on the tokens of a chunk."""
+_MOST = 1 << 18  # upper bound on the heads of all layers together, on dimensions, and on the tokens of a chunk
 
 TensorName = Literal["key", "value"]
 

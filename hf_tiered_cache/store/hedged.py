@@ -25,8 +25,7 @@ _QUANTILE, _TIMES_MEDIAN, _LEAST_SECONDS = 0.95, 2.0, 0.01
 """A read is requested again after this quantile of recent times, but not before this multiple of their median, which
 most reads exceed only because of the load, and not before so many seconds.
 """
-_SHARE, _MOST_AT_ONCE = 0.05, 8
-"""Maximum number of second requests, as a share of the reads; and in a row."""
+_SHARE, _MOST_AT_ONCE = 0.05, 8  # maximum number of second requests, as a share of the reads; and in a row
 _T = TypeVar("_T")
 
 

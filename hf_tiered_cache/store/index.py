@@ -25,8 +25,7 @@ _REPAIR_SECONDS = 10.0
 _SCANNING_SECONDS = 1.0
 """Seconds before segments that could not be read or added are tried again; twice as long after each further failure."""
 _MOST_SCANNING_SECONDS = 60.0
-_AT_ONCE = 256
-"""Segments that are added in one transaction."""
+_AT_ONCE = 256  # segments that are added in one transaction
 _FAULTS = (sqlite3.Error, OverflowError, MemoryError)
 _P = ParamSpec("_P")
 _T = TypeVar("_T")

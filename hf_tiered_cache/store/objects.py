@@ -32,12 +32,10 @@ from .root import StoreRoot
 from .threads import DaemonPool
 from .tree import Stored
 
-_LOCK_SECONDS = 30.0
-"""Seconds to wait for the lock of the place."""
+_LOCK_SECONDS = 30.0  # seconds to wait for the lock of the place
 _CLOSE_SECONDS = 5.0
 """Seconds to wait for pending reads at the end: a server that does not answer keeps no process alive."""
-_ATTEMPTS = 100
-"""Maximum number of attempts to read an object that is replaced between two reads each time."""
+_ATTEMPTS = 100  # maximum number of attempts to read an object that is replaced between two reads each time
 _HEAD_BYTES = 64 << 10
 """Bytes of a segment that are read first: for most segments, all before the blocks, in one request."""
 _T = TypeVar("_T")

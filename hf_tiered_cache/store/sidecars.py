@@ -55,8 +55,7 @@ DTYPES = (
 PREFIX = struct.Struct("<8sIIQQ")  # magic, version, bytes of the JSON, bytes of the arrays, xxh3-64 of the head
 _MOST_JSON, _MOST_BYTES, _MOST_DIMS = 64 << 10, 1 << 40, 8
 _BLOCK_BYTES, _ARRAY_ALIGNMENT = 64 << 10, 64
-_BUFFER_BYTES = 16 << 20
-"""Maximum number of bytes that are read and verified at a time."""
+_BUFFER_BYTES = 16 << 20  # maximum number of bytes that are read and verified at a time
 
 
 class Kept(NamedTuple):

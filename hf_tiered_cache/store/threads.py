@@ -20,8 +20,7 @@ from operator import methodcaller
 from typing import Any, Generic, TypeVar
 
 _POLL_SECONDS = 0.005
-_FORK_SECONDS = 10.0
-"""Longest time that a fork waits for a lock of `fork_lock`."""
+_FORK_SECONDS = 10.0  # longest time that a fork waits for a lock of `fork_lock`
 _T = TypeVar("_T")
 
 

@@ -21,10 +21,8 @@ from .format import SegmentHeader
 from .lazy import torch
 from .threads import OneShotEvent, Progress
 
-_PATIENCE_SECONDS = 10.0
-"""Seconds that a request waits for a writer that makes no progress."""
-_MOST_PATIENCE_SECONDS = 60.0
-"""Seconds that `flush` and `close` wait for a writer that makes no progress."""
+_PATIENCE_SECONDS = 10.0  # seconds that a request waits for a writer that makes no progress
+_MOST_PATIENCE_SECONDS = 60.0  # seconds that `flush` and `close` wait for a writer that makes no progress
 
 
 @dataclass(frozen=True, eq=False)

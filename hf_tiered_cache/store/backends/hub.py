@@ -30,10 +30,8 @@ _ADDRESS = re.compile(
     r"(?:@(?P<revision>refs/(?:pr|convert)/[^/@]+|[^/@]+))?(?:/(?P<prefix>.*))?"
 )
 _THREADS = 16
-_SECONDS = 30.0
-"""Time limit of a request."""
-_LISTED_SECONDS = 60.0
-"""Seconds after which a new commit is looked for."""
+_SECONDS = 30.0  # time limit of a request
+_LISTED_SECONDS = 60.0  # seconds after which a new commit is looked for
 
 
 class HubBackend(ObjectBackend):

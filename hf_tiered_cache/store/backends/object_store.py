@@ -22,8 +22,7 @@ from ..objects import ObjectBackend
 from ..settings import split_address, without_secrets
 from ..tree import Stored
 
-_REQUESTS = 32
-"""Requests in flight, for ranges and for lookups: an object store answers each slowly, and many at once."""
+_REQUESTS = 32  # requests in flight, for ranges and for lookups: an object store answers each slowly, and many at once
 _CLIENT = {"connect_timeout": "2s", "timeout": "30s"}
 """The timeout is that of a request with all its bytes: a range of at most 1 MiB, or a part of an upload."""
 _RETRIES = {"max_retries": 1, "retry_timeout": timedelta(seconds=5)}
@@ -33,8 +32,7 @@ _NO_ANSWER = {
     "kind: Timeout": "no answer in time",
 }
 """Reasons of requests without an answer, by how the client calls them."""
-_memories: dict[str, Any] = {}
-"""Objects of each "memory://" address of this process."""
+_memories: dict[str, Any] = {}  # objects of each "memory://" address of this process
 
 
 class ObjectStoreBackend(ObjectBackend):

@@ -18,12 +18,10 @@ from ...errors import ConfigError
 from ..settings import split_server, without_secrets
 from .values import Range, ValueBackend
 
-_UNFINISHED_SECONDS = 3600
-"""Lifetime of the parts of an object that is not complete yet, in case its writer dies."""
+_UNFINISHED_SECONDS = 3600  # lifetime of the parts of an object that is not complete yet, in case its writer dies
 _SECONDS, _CONNECT_SECONDS = 5.0, 2.0
 """Timeouts of an answer and of a connection. A call is not repeated: a request that waits longer computes instead."""
-_LISTED = 1000
-"""Number of keys that the server looks at in one step of a listing."""
+_LISTED = 1000  # number of keys that the server looks at in one step of a listing
 
 
 class RedisBackend(ValueBackend):

@@ -16,8 +16,7 @@ from ..root import StoreRoot
 from ..settings import path_in
 from ..tree import Stored, open_regular, read_all
 
-_THREADS = 32
-"""Reads in flight: a server of files answers each slowly, and many at once."""
+_THREADS = 32  # reads in flight: a server of files answers each slowly, and many at once
 _ANY = re.compile(".*", re.DOTALL)
 
 

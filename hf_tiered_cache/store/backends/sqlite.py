@@ -19,8 +19,7 @@ from ..tree import open_regular, read_all
 from .values import Range, ValueBackend
 
 _APPLICATION = 0x48465443  # "HFTC", in the header of the file
-_BUSY_SECONDS = 30.0
-"""Seconds to wait while another process writes to the file."""
+_BUSY_SECONDS = 30.0  # seconds to wait while another process writes to the file
 
 _ERRORS = {
     "is full": errno.ENOSPC,

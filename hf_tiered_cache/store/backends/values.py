@@ -20,8 +20,7 @@ from ..tree import Stored
 
 HEAD = struct.Struct("<8s16sQ")  # magic, version, bytes of the object
 _MAGIC = b"HFTCRD\r\n"
-_MOST_BYTES = 1 << 38
-"""Maximum size of an object."""
+_MOST_BYTES = 1 << 38  # maximum size of an object
 PREFIX = "hf_tiered_cache"
 """Beginning of the keys, if an address names none."""
 
