@@ -31,12 +31,7 @@ _SWEPT = 256  # number of entries that are read at once by a sweep
 
 @dataclass(frozen=True)
 class Entry:
-    """A segment in a remote.
-
-    Args:
-        row: Catalogue row. Its chain has at most the first `_MOST_HASHES` prefix hashes.
-        num_hashes: Number of prefix hashes of the segment.
-    """
+    """A segment in a remote, with its number of prefix hashes. The chain of `row` has at most `_MOST_HASHES`."""
 
     row: SegmentRow
     num_hashes: int
@@ -64,8 +59,7 @@ def encode_entry(beginning: bytes) -> bytes:
 def entry_names(chain: bytes) -> list[str]:
     """Return the names of the entries of a segment, in the order of its tokens.
 
-    Args:
-        chain: All its prefix hashes, concatenated. Only the first `_MOST_HASHES` count.
+    `chain` are all its prefix hashes, concatenated. Only the first `_MOST_HASHES` count.
     """
     count = min(len(chain) // HASH_BYTES, _MOST_HASHES)
     counts = {1 << power for power in range(count.bit_length())} | {count}
@@ -81,13 +75,8 @@ def find_entries(remote: ObjectBackend, names: Sequence[str]) -> dict[str, Entry
 def delete_entry(remote: ObjectBackend, name: str, segment_id: str, chain: bytes | None = None) -> str:
     """Delete the entry of a prefix hash if it names a segment, or, given its `chain`, another one of the same tokens.
 
-    The segment in the remote may have another geometry, and so another id.
-
-    Returns:
-        Id of the segment that the entry named, or an empty string if it was not deleted.
-
-    Raises:
-        OSError: It cannot be read or deleted.
+    The segment in the remote may have another geometry, and so another id. Returns the id that the entry named, or an
+    empty string if it was not deleted. Raises OSError if it cannot be read or deleted.
     """
     for entry in _read(remote, [name]).values():
         is_named = entry is None or entry.row.id == segment_id

@@ -141,12 +141,7 @@ UNAVAILABLE = "the remote is not used for a while, after several failures"
 
 
 class LookUps:
-    """Lookups of entries in a remote.
-
-    Args:
-        remote: The remote.
-        failed: Receives the breaker and the error of each lookup that failed or took too long.
-    """
+    """Lookups of entries in a remote. `failed` receives breaker and error of each that failed or took too long."""
 
     def __init__(self, remote: ObjectBackend, failed: Callable[[Breaker, object], None]) -> None:
         self._remote, self._failed = remote, failed

@@ -41,11 +41,9 @@ class Upload(Protocol):
     def publish(self, replace: bool) -> None:
         """Give the segment its name atomically: readers find either all of it or the previous content.
 
-        With `replace`, existing content is replaced, if this library wrote it. Open readers can still read it.
-
-        Raises:
-            FileExistsError: The name is taken and its content is not replaced: the first writer wins.
-            OSError: Publishing failed; nothing has changed.
+        With `replace`, existing content is replaced, if this library wrote it. Open readers can still read it. Raises
+        FileExistsError if the name is taken and its content is not replaced: the first writer wins. After an OSError
+        nothing has changed.
         """
 
 
@@ -103,38 +101,25 @@ class SegmentBackend(Protocol):
         """
 
     def head(self, segment_id: str, length: HeadLength) -> tuple[Stored, bytes]:
-        """Read the beginning of a segment, all from one version.
+        """Read the beginning of a segment or sidecar, all from one version.
 
-        Args:
-            segment_id: Id of the segment, or name of the sidecar.
-            length: Returns the number of bytes to read; its exceptions propagate.
-
-        Returns:
-            Metadata of the version that was read, and its first bytes: fewer than `length` only if the segment ends.
-
-        Raises:
-            FormatError: The entry cannot be a segment (a folder, a pipe). OSError: It cannot be read.
+        Returns its metadata, and as many bytes as `length` returns, fewer only if the segment ends. Exceptions of
+        `length` propagate. Raises FormatError for what cannot be a segment (a folder, a pipe), or OSError.
         """
 
     def open(self, segment_id: str, length: HeadLength) -> tuple[Stored, bytes, EngineFile]:
         """Open a segment for reading blocks, and read its beginning, all from one version.
 
-        Returns:
-            Metadata and bytes as from `head`, and the open file. If the segment is deleted or replaced meanwhile, reads
-            of the file return the same version, or fail with FileNotFoundError.
-
-        Raises:
-            FormatError, OSError: As `head`.
+        Returns and raises what `head` does, and returns the open file. If the segment is deleted or replaced meanwhile,
+        reads of the file return the same version, or fail with FileNotFoundError.
         """
 
     def read(self, ops: Sequence[ReadOp]) -> Future[int]:
         """Read byte ranges of open segments in the background. The future returns the number of bytes read.
 
         The future keeps the destinations alive, and resolves only when nothing writes to them any more. It fails with
-        OSError if bytes are missing or cannot be read; the `filename` of the error is the `path` of the file.
-
-        Raises:
-            StoreClosedError: The backend was closed.
+        OSError if bytes are missing or cannot be read; the `filename` of the error is the `path` of the file. Raises
+        StoreClosedError if the backend was closed.
         """
 
     def register(self, memory: torch.Tensor) -> None:
@@ -177,9 +162,8 @@ class SegmentBackend(Protocol):
     def clean_up(self, dry_run: bool = False) -> tuple[dict[str, int], bool]:
         """Delete unfinished files of dead processes. The caller holds the lock.
 
-        Returns:
-            Bytes of each deleted file, or with `dry_run` of each file to be deleted; and whether some of them had been
-            published, so that a catalogue may lack them.
+        Returns the bytes of each deleted file, or with `dry_run` of each file to be deleted; and whether some of them
+        had been published, so that a catalogue may lack them.
         """
 
     def locked(self) -> AbstractContextManager[None]:

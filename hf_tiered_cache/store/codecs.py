@@ -209,8 +209,7 @@ _DIRECTION = Direction()
 def register_codec(codec: Codec) -> None:
     """Add a codec: `KVStore(codec=codec.name)` uses it. Reading its segments needs it, too.
 
-    Raises:
-        ConfigError: The name is invalid or taken, or `codec` lacks members of `Codec`.
+    Raises ConfigError if the name is invalid or taken, or `codec` lacks members of `Codec`.
     """
     CODECS.register(getattr(codec, "name", ""), codec)
 

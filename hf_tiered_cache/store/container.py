@@ -90,20 +90,16 @@ class Guard:
     ) -> Iterator[tuple[torch.Tensor, np.ndarray]]:
         """Yield the blocks as they are stored, piece by piece, with their digests. Each piece is valid until the next.
 
-        Args:
-            first: Number of the first block in the file.
-            blocks: uint8 `[n, block_bytes]` on the CPU; not modified.
-            linear: int64 `[n]`, their lin64 if it is already known.
+        `first` is the number of the first block in the file, `blocks` are uint8 `[n, block_bytes]` on the CPU, not
+        modified, and `linear` is their lin64, int64 `[n]`, if it is already known.
         """
         yield blocks, block_digests(blocks, linear)
 
     def open(self, first: int, blocks: torch.Tensor, digests: np.ndarray) -> int | None:
         """Verify stored blocks, and decrypt them in place. Returns the index of the first damaged block, or None.
 
-        Args:
-            first: Number of the first block in the file.
-            blocks: uint8 `[n, block_bytes]` on the CPU, as they were read.
-            digests: `DIGEST_DTYPE` `[n]`, the stored digests.
+        `first` is the number of the first block in the file, `blocks` are uint8 `[n, block_bytes]` on the CPU, as they
+        were read, and `digests` the stored digests, `DIGEST_DTYPE` `[n]`.
         """
         sums = np.fromiter((xxh3(row) for row in rows(blocks)), np.uint64, blocks.shape[0])
         bad = np.flatnonzero(sums != digests["xxh3"])

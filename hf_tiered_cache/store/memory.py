@@ -25,11 +25,8 @@ def aligned_bytes(nbytes: int, *, pin: bool = False, device: torch.device | str 
     Large host memory starts on a huge page boundary, and uses huge pages for its whole multiples of 2 MiB, no more than
     `nbytes`. A direct read pins every page that it writes to, and few large ones take less time.
 
-    Args:
-        nbytes: Size in bytes.
-        pin: Whether to page-lock host memory, so that a GPU can copy from it asynchronously. If CUDA refuses, the
-            memory is pageable: copies are slower, but correct.
-        device: Device of the memory.
+    With `pin`, host memory is page-locked, so that a GPU can copy from it asynchronously. If CUDA refuses, it is
+    pageable: copies are slower, but correct.
     """
     size = nbytes + ALIGNMENT
     with torch.inference_mode(False):  # threads outside the caller's inference mode also write to the tensor

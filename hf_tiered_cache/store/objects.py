@@ -81,30 +81,16 @@ class ObjectBackend(ABC, SegmentBackend):
 
     @abstractmethod
     def get_object(self, name: str, version: Any, offset: int, nbytes: int) -> bytes:
-        """Read a range of an object; fewer bytes only if the object ends.
+        """Read `nbytes` from `offset` of one version (see `Stored`) of an object; fewer only if the object ends.
 
-        Args:
-            name: Name of the object.
-            version: Version that is to be read (see `Stored`).
-            offset: First byte.
-            nbytes: Number of bytes.
-
-        Raises:
-            FileNotFoundError: There is no such object, or another version of it. OSError: It cannot be read.
+        Raises FileNotFoundError if there is no such object, or another version of it, or OSError if it cannot be read.
         """
 
     def get_beginnings(self, names: Sequence[str], nbytes: int) -> dict[str, bytes]:
-        """Return the first bytes of those objects that exist, by name.
+        """Return the first `nbytes`, or all, of those objects that exist, by name. Raises OSError if that is unknown.
 
         A place that answers for many objects in one round trip overrides this method: the default takes two round trips
         for each object, several at a time.
-
-        Args:
-            names: Names of the objects.
-            nbytes: Number of bytes; fewer are returned of shorter objects.
-
-        Raises:
-            OSError: It cannot be determined which of them exist.
         """
 
         def beginning(name: str) -> bytes | None:
@@ -121,13 +107,7 @@ class ObjectBackend(ABC, SegmentBackend):
     def put_object(self, name: str, content: bytes, replace: bool) -> None:
         """Write an object atomically, with a new version.
 
-        Args:
-            name: Name of the object.
-            content: All bytes.
-            replace: Whether to replace an existing object.
-
-        Raises:
-            FileExistsError: The object exists, and is not to be replaced. OSError: It cannot be written.
+        Raises FileExistsError if the object exists and is not to be replaced, or OSError if it cannot be written.
         """
 
     @abstractmethod

@@ -33,19 +33,14 @@ def angle(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
 def merge(
     first: torch.Tensor, second: torch.Tensor, toward: float = TOWARD
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Merge the vectors of two tensors by spherical interpolation.
+    """Merge the vectors of two tensors, `[..., dim]`, by spherical interpolation.
 
     Opposite vectors have no unique arc: the direction is that of the vector with the larger weight, or of the second if
     the weights are equal. A vector that is zero or not finite does not rotate the other. The magnitude of a vector that
     is not finite is NaN.
 
-    Args:
-        first: Vectors of the first layer, `[..., dim]`.
-        second: Vectors of the second layer, `[..., dim]`.
-        toward: Interpolation weight: 0 for the first layer's direction, 1 for the second's.
-
-    Returns:
-        Float32 directions, `[..., dim]`, of length 1, or 0 if both vectors are zero; and both magnitudes, `[..., 1]`.
+    The weight `toward` is 0 for the first layer's direction, 1 for the second's. Returns float32 directions,
+    `[..., dim]`, of length 1, or 0 if both vectors are zero; and both magnitudes, `[..., 1]`.
     """
     (one, magnitude), (other, magnitude_of_other) = _directions(first, second)
     between = _angle(one, other)  # [..., 1]

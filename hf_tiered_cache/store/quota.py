@@ -27,18 +27,11 @@ Use = tuple[str, int, float | None]
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of the disk space that a store may use.
-
-    Args:
-        quota: Maximum size of the store's folder in bytes, or None for no quota.
-        high: Share of the quota above which eviction starts.
-        low: Share of the quota down to which it evicts.
-        floor: Bytes that always stay free on the file system.
-    """
+    """Limits of the disk space that a store may use: bytes of its folder, and bytes that always stay free."""
 
     quota: int | None = None
-    high: float = 0.95
-    low: float = 0.85
+    high: float = 0.95  # share of the quota above which eviction starts
+    low: float = 0.85  # share of the quota down to which it evicts
     floor: int = 256 << 20
 
     def shortfall(self, nbytes: int, used: int, free: int | None) -> tuple[int, int]:

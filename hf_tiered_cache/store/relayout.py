@@ -295,21 +295,12 @@ def merge_segments(
 ) -> str | None:
     """Merge a chain of segments into one new segment. The old ones are kept, and it is pinned if one of them is.
 
-    Args:
-        disk: Store of the segments.
-        readers: Readers of the segments. Each segment continues the one before it.
-        geometry: Geometry of the new segment, with its layer pairs. Its codec is replaced by the old segments' codec.
-        stored_from: For each layer, the first token that is stored. The old segments must hold all tokens from there.
-        share: Share of a pair's common tokens that stay unmerged: the tokens with the largest angles.
-        toward: Interpolation weight of the shared direction: 0 for the first layer's direction, 1 for the second's.
-        blocks_of: Function that returns the blocks of an old segment.
-        admit: Callback for each KV cache group of the new segment. The segment may still fail to be stored.
+    Each layer is stored from the token `stored_from` on, and the old segments must hold all tokens from there. Of the
+    common tokens of a pair, the `share` with the largest angles stays unmerged. `admit` is called for each KV cache
+    group of the new segment, which may still fail to be stored. For the other arguments see `join_segments`.
 
-    Returns:
-        Id of the new segment. None if there was no room, or the segment already has this layout.
-
-    Raises:
-        ValueError: See `join_segments`. IntegrityError, OSError: a segment is damaged, or cannot be read.
+    Returns the id of the new segment, or None if there was no room, or the segment already has this layout. Raises
+    ValueError (see `join_segments`), or IntegrityError or OSError if a segment is damaged, or cannot be read.
     """
     first, tokens, apart = readers[0].header, tokens_of(readers), {}
     for pair in geometry.pairs:
@@ -340,11 +331,8 @@ def unstored_blocks(
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """Yield number and blocks, uint8 `[chunks, block_bytes]`, of the groups of `shape` that are completely in memory.
 
-    Args:
-        readers: Segments that were rewritten as one. Each segment continues the one before it.
-        unstored: Readers of the tokens that each of them lacks, or None.
-        shape: See `unstored_shape`; that of the new segment.
-        blocks_of: Function that returns the blocks of an old segment, or raises EvictedError.
+    The segments of `readers` were rewritten as one, which has this `unstored_shape`. `unstored` reads the tokens that
+    each of them lacks, if any, and `blocks_of` may raise EvictedError.
     """
     pieces, _ = _chain(readers)
     others = zip(pieces, unstored, strict=True)

@@ -83,11 +83,8 @@ class TokenTables:
         A pair shares the tokens that both layers hold, except the retained ones. Each layer holds the other tokens in
         its own groups. All groups keep the order of the tokens.
 
-        Args:
-            stored_from: First token that each layer holds.
-            retained: Tokens that stay unmerged in each pair, int64 `[n]`; a pair that is missing retains none.
-            groups: KV cache groups of the segment. A group of several layers holds the tokens that any of them holds.
-            tokens: Number of tokens of the segment.
+        Layers hold the tokens from `stored_from` on. `retained` are the tokens that stay unmerged in each pair, int64
+        `[n]`; a pair that is missing retains none. A group of several layers holds what any of them holds.
         """
         all_tokens, none = np.arange(tokens), np.empty(0, np.int64)
         alone, shared = [all_tokens >= first for first in stored_from], {}  # bool [tokens] each

@@ -119,11 +119,8 @@ class Sidecars:
     ) -> bool:
         """Write a sidecar of a segment, replacing an existing one of this kind.
 
-        Args:
-            reader: Segment that the arrays were made from.
-            kind: Name of the kind: a lowercase letter, followed by lowercase letters, digits or `_`.
-            arrays: Dense tensors by name, with dtypes in `DTYPES`.
-            facts: JSON-serializable parameters of the arrays. `kept` needs the same facts. They are not encrypted.
+        A kind is named by a lowercase letter, followed by lowercase letters, digits or `_`. Arrays are dense tensors by
+        name, with dtypes in `DTYPES`. `kept` needs the same `facts`, which are JSON, and not encrypted.
 
         Returns whether it is stored now. A full disk, the quota, an unwritable place or an unavailable lock drop it,
         which is counted. It is also dropped if the segment was deleted or replaced. Raises ValueError for bad input.

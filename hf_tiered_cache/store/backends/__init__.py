@@ -62,23 +62,16 @@ BACKENDS: Registry[Opener] = Registry(
 def register_backend(scheme: str, opener: Opener) -> None:
     """Add a backend: `KVStore("scheme://...")` calls `opener` with the whole address.
 
-    Raises:
-        ConfigError: The scheme is invalid or taken, or `opener` cannot be called.
+    Raises ConfigError if the scheme is invalid or taken, or `opener` cannot be called.
     """
     BACKENDS.register(scheme, opener)
 
 
 def open_backend(address: str | os.PathLike[str] | None, backend: object, engine: str | Engine) -> SegmentBackend:
-    """Open the backend of a store.
+    """Open the backend of a store: that at `address`, a folder or the address of a registered backend, or `backend`.
 
-    Args:
-        address: Folder, or the address of a registered backend. None to use `backend`.
-        backend: An open backend. None to use `address`.
-        engine: I/O engine of a folder.
-
-    Raises:
-        ConfigError: Not exactly one of both is given, the address has an unknown scheme, or the backend lacks members.
-        StoreError: There is no store, and none can be created.
+    `engine` is the I/O engine of a folder. Raises ConfigError if not exactly one of both is given, the address has an
+    unknown scheme, or the backend lacks members; StoreError if there is no store, and none can be created.
     """
     if (address is None) == (backend is None):
         raise ConfigError(

@@ -26,11 +26,8 @@ __all__ = ["ENGINES", "Engine", "EngineFile", "ReadOp", "open_engine"]
 def open_engine(name: str | Engine = "auto") -> Engine:
     """Open the engine called `name`. An `Engine` object is returned as it is.
 
-    "auto" selects kvikio if GPUDirect Storage works, else posix.
-
-    Raises:
-        ConfigError: There is no such engine.
-        EngineUnavailableError: The requested engine does not work on this machine.
+    "auto" selects kvikio if GPUDirect Storage works, else posix. Raises ConfigError if there is no such engine, or
+    EngineUnavailableError if it does not work on this machine.
     """
     engine: Engine
     if isinstance(name, Engine):
