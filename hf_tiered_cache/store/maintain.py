@@ -212,36 +212,33 @@ def gc(store: SegmentStore, *, dry_run: bool = False) -> GcReport:
         damaged += unlisted_damaged(store)
         report.expired, report.damaged = len(expired), len(damaged)
         report.deleted |= _files(store, expired, "expired") | _files(store, damaged, "damaged")
-        sidecars = store.sidecars.by_segment()
-        report.freed_bytes = report.temporary_bytes + sum(sidecars.get(name, 0) for name in (*expired, *damaged))
-        report.freed_bytes += sum(
-            rows[name].nbytes if name in rows else store.nbytes_of(name) for name in (*expired, *damaged)
-        )
+        sidecars, spared, report.freed_bytes = store.sidecars.by_segment(), {*expired, *damaged}, report.temporary_bytes
+        for name in spared:
+            report.freed_bytes += rows[name].nbytes if name in rows else store.nbytes_of(name)
+            report.freed_bytes += sidecars.get(name, 0)
         if not dry_run:
             report.expired = store.remove(expired, "expired_segments")
             report.damaged = store.remove(damaged)
         quota = store.limits.quota
         used = 0 if quota is None else store.used_bytes() - (report.freed_bytes if dry_run else 0)
         if quota is not None and (over := store.limits.overflow(used)) > 0:
-            spared = {*expired, *damaged}
             while True:
                 candidates, known = store.victims(over, but=spared | unreadable.keys()), len(unreadable)
                 _readable(store, [name for name, _ in candidates], unreadable)
                 if len(unreadable) == known:
                     break
             least = used - sum(nbytes for _, nbytes in candidates)
-            victims = [name for name, _ in candidates] if least <= quota else []
-            if least <= quota:
-                report.freed_bytes += used - least
-            else:
+            if least > quota:
                 report.not_evicted = (
                     f"without its unpinned segments, {store.place} would still use {least} bytes, more than the quota "
                     f"of {quota}, so none is evicted; raise the quota, or unpin segments"
                 )
-            report.evicted = len(victims)
-            report.deleted |= _files(store, victims, "least recently used")
-            if not dry_run:
-                store.remove(victims, "evicted_segments")
+            else:
+                victims = [name for name, _ in candidates]
+                report.evicted, report.freed_bytes = len(victims), report.freed_bytes + used - least
+                report.deleted |= _files(store, victims, "least recently used")
+                if not dry_run:
+                    store.remove(victims, "evicted_segments")
         store.index.scan()
         report.unreadable = sorted(unreadable.values())
         with suppress(OSError):
