@@ -127,12 +127,12 @@ class StoreRoot(FolderTree):
             allocate(file.fileno(), nbytes)
             yield Temporary(self, file, name, kind, final_name)
 
-    def write(self, kind: FileKind, name: str, content: bytes) -> None:
-        """Write or replace a small file atomically. Its data is durable; call `sync` to make its name durable."""
+    def write(self, kind: FileKind, name: str, content: bytes, replace: bool = True) -> None:
+        """Write or `replace` a file atomically. Its data is durable; call `sync` to make its name durable."""
         with self.temporary(kind, name, len(content)) as temporary:
             temporary.write(memoryview(content), 0)
             os.fsync(temporary.file.fileno())
-            temporary.publish(replace=True)
+            temporary.publish(replace)
 
     def make_empty(self, kind: FileKind, name: str) -> None:
         """Create an empty file, unless the store has it. Raises OSError, FileExistsError if it is not the library's."""

@@ -10,9 +10,8 @@ import errno
 import re
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 from urllib.parse import unquote
 
@@ -57,19 +56,18 @@ class HubBackend(ObjectBackend):
         self._listing = threading.Lock()
         self._commit = ""
         self._listed = float("-inf")
-        self._folders: dict[str, dict[str, Stored]] = {}
+        self._files: dict[str, Stored] = {}  # by path below the prefix
 
     def find_object(self, name: str) -> Stored | None:
-        folder, _, file = name.rpartition("/")
-        return self._files()[1].get(folder, {}).get(file)
+        return self._listed_files()[1].get(name)
 
     def list_objects(self, folder: str) -> dict[str, Stored]:
-        return dict(self._files()[1].get(folder, {}))
+        files = self._listed_files()[1].items()
+        return {path.rpartition("/")[2]: stored for path, stored in files if path.rpartition("/")[0] == folder}
 
     def get_object(self, name: str, version: Any, offset: int, nbytes: int) -> bytes:
-        commit, folders = self._files()
-        folder, _, file = name.rpartition("/")
-        stored = folders.get(folder, {}).get(file)
+        commit, files = self._listed_files()
+        stored = files.get(name)
         if stored is None or stored.version != version:
             raise FileNotFoundError(errno.ENOENT, "it was replaced or deleted", name)
         stop = min(offset + nbytes, stored.size)
@@ -98,27 +96,25 @@ class HubBackend(ObjectBackend):
         advice = "repositories are only read: copy to file:///folder, and upload that with `hf upload`"
         raise OSError(errno.EROFS, advice, f"{self.place}/{name}")
 
-    def _files(self) -> tuple[str, dict[str, dict[str, Stored]]]:
-        """Return the commit and its files by folder. Raises OSError."""
+    def _listed_files(self) -> tuple[str, dict[str, Stored]]:
+        """Return the commit and its files. Raises OSError."""
         with self._listing, self._faults(""):
             if time.monotonic() - self._listed >= _LISTED_SECONDS:
                 commit = self._api.repo_info(revision=self._revision, timeout=_SECONDS, **self._repo).sha or ""
                 if commit != self._commit:
-                    self._folders, self._commit = self._list(commit), commit
+                    self._files, self._commit = self._list(commit), commit
                 self._listed = time.monotonic()
-            return self._commit, self._folders
+            return self._commit, self._files
 
-    def _list(self, commit: str) -> dict[str, dict[str, Stored]]:
-        folders: defaultdict[str, dict[str, Stored]] = defaultdict(dict)
+    def _list(self, commit: str) -> dict[str, Stored]:
+        files: dict[str, Stored] = {}
         tree = self._api.list_repo_tree(path_in_repo=self._prefix, recursive=True, revision=commit, **self._repo)
-        try:
+        with suppress(EntryNotFoundError):  # no such folder, so far
             for entry in tree:
                 if isinstance(entry, RepoFile):
-                    folder, _, name = entry.path.removeprefix(self._prefix).lstrip("/").rpartition("/")
-                    folders[folder][name] = Stored(entry.blob_id, entry.size, entry.size)
-        except EntryNotFoundError:
-            pass  # no such folder, so far
-        return dict(folders)
+                    path = entry.path.removeprefix(self._prefix).lstrip("/")
+                    files[path] = Stored(entry.blob_id, entry.size, entry.size)
+        return files
 
     @contextmanager
     def _faults(self, name: str, missing: int = errno.ENOENT) -> Iterator[None]:

@@ -14,7 +14,7 @@ from ..kinds import FileKind
 from ..objects import ObjectBackend
 from ..root import StoreRoot
 from ..settings import path_in
-from ..tree import Stored, open_regular, read_all
+from ..tree import Stored, read_all
 
 _THREADS = 32  # reads in flight: a server of files answers each slowly, and many at once
 _ANY = re.compile(".*", re.DOTALL)
@@ -38,11 +38,8 @@ class SharedFolderBackend(ObjectBackend):
         self.writable = self.files.writable
 
     def find_object(self, name: str) -> Stored | None:
-        folder, file = os.path.split(name)
-        with suppress(FileNotFoundError):
-            status = os.stat(file, dir_fd=self.files.folder_descriptor(folder), follow_symlinks=False)
-            return _stored(status) if S_ISREG(status.st_mode) else None
-        return None
+        status = self.files.find(*_file_of(name))
+        return None if status is None or not S_ISREG(status.st_mode) else _stored(status)
 
     def list_objects(self, folder: str) -> dict[str, Stored]:
         try:
@@ -55,28 +52,16 @@ class SharedFolderBackend(ObjectBackend):
         return {name: _stored(status) for name, status in statuses if not S_ISDIR(status.st_mode)}
 
     def get_object(self, name: str, version: object, offset: int, nbytes: int) -> bytes:
-        folder, file = os.path.split(name)
-        with suppress(FormatError), open_regular(file, self.files.folder_descriptor(folder)) as (fd, status):
+        with suppress(FormatError), self.files.open(*_file_of(name)) as (fd, status):
             if _stored(status).version == version:
                 return read_all(fd, nbytes, offset)
         raise FileNotFoundError(errno.ENOENT, "it was replaced or deleted", name)
 
     def put_object(self, name: str, content: bytes, replace: bool) -> None:
-        folder, file = os.path.split(name)
-        kind = FileKind(folder, _ANY, lambda *_: True)  # `ObjectRecords` replaces only what the library wrote
-        with self.files.temporary(kind, file, len(content)) as temporary:
-            temporary.write(memoryview(content), 0)
-            os.fdatasync(temporary.file.fileno())
-            temporary.publish(replace)
+        self.files.write(*_file_of(name), content, replace)
 
     def delete_object(self, name: str) -> bool:
-        if self.find_object(name) is None:
-            return False
-        folder, file = os.path.split(name)
-        with suppress(FileNotFoundError):
-            os.unlink(file, dir_fd=self.files.folder_descriptor(folder))
-            return True
-        return False
+        return self.find_object(name) is not None and self.files.delete(*_file_of(name), is_checked=True)
 
     def is_reachable(self) -> bool:
         return self.files.is_reachable()
@@ -100,6 +85,11 @@ def _folder_in(address: str) -> Path:
     if path is None or not address.partition("://")[2].startswith("/"):
         raise ConfigError(f"{address} names no folder; write file:///folder")
     return path
+
+
+def _file_of(name: str) -> tuple[FileKind, str]:
+    folder, file = os.path.split(name)
+    return FileKind(folder, _ANY, lambda *_: True), file  # `ObjectRecords` replaces only what the library wrote
 
 
 def _stored(status: os.stat_result) -> Stored:

@@ -69,9 +69,6 @@ class SQLiteBackend(ValueBackend):
             rows = [connection.execute(query, (start + 1, stop - start, key)) for key, start, stop in ranges]
             return [next(row, (b"",))[0] for row in rows]
 
-    def set_part(self, key: str, content: bytes) -> None:
-        self.set_value(key, content, replace=True)
-
     def set_value(self, key: str, content: bytes, replace: bool) -> bool:
         with self._transaction(write=True) as connection:
             assert connection is not None

@@ -13,6 +13,7 @@ import os
 import struct
 from abc import abstractmethod
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, ClassVar, NamedTuple
 
 from ..objects import ObjectBackend
@@ -79,9 +80,9 @@ class ValueBackend(ObjectBackend):
     def read_values(self, ranges: Sequence[Range]) -> list[bytes]:
         """Return bytes of values in one round trip; fewer where a value ends, none of a missing one. Raises OSError."""
 
-    @abstractmethod
     def set_part(self, key: str, content: bytes) -> None:
         """Write the value of a new key, which may be dropped until `keep` is called. Raises OSError."""
+        self.set_value(key, content, replace=True)
 
     def keep(self, keys: Sequence[str]) -> None:  # most servers need nothing
         """Keep parts, since their object is complete. Raises OSError."""
@@ -188,8 +189,6 @@ class ValueBackend(ObjectBackend):
 
     def _discard(self, parts: Sequence[str]) -> None:
         """Delete parts without an object. What cannot be deleted now is left to the server."""
-        try:
+        with suppress(OSError):
             if parts:
                 self.delete_values(parts)
-        except OSError:
-            pass
