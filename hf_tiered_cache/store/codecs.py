@@ -106,19 +106,13 @@ class Scaled:
     token in that head, divided by `largest`. Scales are float32, since scales of bfloat16 tensors exceed the range of
     float16. With 128 dims per head, scales are 3 % of the bytes. If a token has non-finite numbers in a head, the whole
     token is decoded as NaN in that head: it would corrupt the model's output anyway, and must not become finite.
-
-    Args:
-        name: See `Codec`.
-        largest: Magnitude of the largest code.
-        code: Name of the dtype of the codes.
-        stored: Name of the dtype that they are stored as: some devices have no indexing kernels for float8.
     """
 
     lossless = False
     name: str
-    largest: float
-    code: str
-    stored: str
+    largest: float  # magnitude of the largest code
+    code: str  # name of the dtype of the codes
+    stored: str  # name of the dtype that they are stored as: some devices have no indexing kernels for float8
 
     def fields(self, dtype: torch.dtype, dim: int) -> tuple[Field, ...]:
         return Field(getattr(torch, self.stored), dim), Field(torch.float32, 1)

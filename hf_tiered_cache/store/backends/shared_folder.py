@@ -24,11 +24,8 @@ class SharedFolderBackend(ObjectBackend):
     """Backend with the objects of a store as files of a folder, which is protected as that of any store.
 
     Unlike `FolderBackend`, machines share no database, and no lock but those of temporary files. An address is
-    "file:///folder".
-
-    Raises:
-        ConfigError: The address is not valid.
-        StoreError: The folder is no store and not empty, or a part of it is a link.
+    "file:///folder". Raises ConfigError if it is not valid, or StoreError if the folder is no store and not empty, or a
+    part of it is a link.
     """
 
     def __init__(self, address: str) -> None:
