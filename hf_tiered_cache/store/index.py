@@ -148,12 +148,8 @@ class Index:
                 with self._repair_lock:
                     self.scan()
             before, rows = self._scanned_generation, self.rows()
-            if (
-                self._is_complete
-                and not self._unread
-                and (but_unreadable or not self.unreadable)
-                and before == self._scanned_generation == self.catalogue.generation
-            ):
+            is_known = self._is_complete and not self._unread and (but_unreadable or not self.unreadable)
+            if is_known and before == self._scanned_generation == self.catalogue.generation:
                 return rows
         reasons = [self._unread, *self.unreadable.values(), "the catalogue is being filled"]
         raise StoreError(self._advice(next(filter(None, reasons))))

@@ -98,8 +98,7 @@ def verify(store: SegmentStore, *, progress: bool = False, repair: bool = False)
         foreign = {os.path.join(store.place, path) for path in report.unknown}
         names = [name for name in sorted(backend.names()) if backend.where(name) not in foreign]
         stored_by_id = {segment_id: backend.find(segment_id) for segment_id in names}
-        sidecars = [f"{segment_id}.{kind}" for segment_id, kinds in store.sidecars.sizes().items() for kind in kinds]
-        sidecars = [name for name in sidecars if backend.where(name) not in foreign]
+        sidecars = [name for name in backend.sidecars() if backend.where(name) not in foreign]
         all_records: list[tuple[Conversations | Documents | Calibrations, list[str]]] = [
             (records, records.names())
             for records in (Conversations(backend.records), Documents(backend.records), Calibrations(backend.records))

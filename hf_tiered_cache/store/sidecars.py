@@ -249,22 +249,21 @@ class Sidecars:
 
     def remove(self, segments: Collection[str]) -> None:
         """Delete the sidecars of these segments. `sweep` deletes later what cannot be deleted now."""
+        gone = set(segments)
         with suppress(OSError):
-            sizes = self.sizes() if segments else {}
-            for segment in sizes.keys() & set(segments):
-                for kind in sizes[segment]:
-                    self._delete(f"{segment}.{kind}")
+            for name in self._backend.sidecars() if gone else ():
+                if name.partition(".")[0] in gone:
+                    self._delete(name)
 
     def sweep(self, dry_run: bool = False) -> dict[str, int]:
         """Delete sidecars of segments that do not exist, unless `dry_run`, and return the bytes of each file."""
         removed: dict[str, int] = {}
         with suppress(OSError):
-            sizes = self.sizes()  # before listing segments: a segment stored meanwhile must not count as gone
-            for segment in sizes.keys() - self._backend.names():
-                for kind, nbytes in sizes[segment].items():
-                    name = f"{segment}.{kind}"
-                    if self._backend.is_own(name) if dry_run else self._delete(name):
-                        removed[self._backend.where(name)] = nbytes
+            sizes = self._backend.sidecars()  # first: a segment that is stored meanwhile must not count as gone
+            stored = set(self._backend.names())
+            for name in [name for name in sizes if name.partition(".")[0] not in stored]:
+                if self._backend.is_own(name) if dry_run else self._delete(name):
+                    removed[self._backend.where(name)] = sizes[name]
         return removed
 
     def _delete(self, name: str) -> bool:
