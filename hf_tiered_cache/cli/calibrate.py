@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import TieredCacheError
 from ..units import parse_bytes
 from .output import AsJson, KeyFile, Refused, Table, picture, plotting, print_json, read_text, replacing
 
@@ -247,16 +246,13 @@ def _measuring(
     parse_bytes(memory, "--memory")
     import torch
 
-    from ..integrations.hub import go_offline_without_hub
     from ..kvstore import KVStore
     from ..store.cipher import read_key_file
 
     key = read_key_file(key_file)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    if not Path(model).is_dir():
-        go_offline_without_hub()
     try:
-        torch_model = load_model(model, dtype, device)
+        torch_model = _load_model(model, dtype, device)
         with KVStore(store, host_memory=memory, key=key) as kv_store:
             yield kv_store, torch_model
     except (torch.OutOfMemoryError, MemoryError) as error:
@@ -266,20 +262,16 @@ def _measuring(
         ) from error
 
 
-def load_model(name: str, dtype: str, device: str) -> nn.Module:
-    """Load a causal LM on a device, in evaluation mode. Raises Refused if it cannot be loaded."""
+def _load_model(name: str, dtype: str, device: str) -> nn.Module:
+    """Load a causal LM on a device, in evaluation mode. Raises ConfigError if it cannot be loaded."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    from ..integrations.hub import unloadable
+    from ..integrations.hub import loading
 
     torch_dtype = getattr(torch, dtype, None)
     if dtype != "auto" and not (isinstance(torch_dtype, torch.dtype) and torch_dtype.is_floating_point):
         raise Refused(f"--dtype {dtype} is invalid; use auto, float32, bfloat16 or float16")
-    try:
+    with loading(name, Exception):  # errors of the hub, of files and of model code have no common base class
         model: nn.Module = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
         return model.to(device).eval()
-    except (torch.OutOfMemoryError, MemoryError, TieredCacheError):
-        raise
-    except Exception as error:  # errors of the hub, of files and of model code have no common base class
-        raise Refused(unloadable(name, error)) from error

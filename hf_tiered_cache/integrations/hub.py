@@ -8,10 +8,15 @@ from __future__ import annotations
 import functools
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 from huggingface_hub import constants, get_session
 from huggingface_hub.errors import GatedRepoError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+from ..errors import ConfigError, TieredCacheError
 
 PROBE_SECONDS = 3.0
 _MISSING: dict[type[Exception], str] = {
@@ -61,6 +66,19 @@ def _hub_answers() -> bool:
     thread.start()
     thread.join(PROBE_SECONDS)
     return bool(answers)
+
+
+@contextmanager
+def loading(name: str | None, *errors: type[Exception]) -> Iterator[None]:
+    """Enclose the loading of a model; None if none is loaded yet. Raises ConfigError in place of these errors."""
+    if name is not None and not Path(name).is_dir():
+        go_offline_without_hub()
+    try:
+        yield
+    except (TieredCacheError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except errors as error:
+        raise ConfigError(unloadable(name, error)) from error
 
 
 def unloadable(name: object, error: BaseException) -> str:

@@ -5,10 +5,13 @@ They are named after the figures of docs/statistics.md. Their clients are import
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from functools import partial
+from importlib.util import find_spec
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,6 +23,8 @@ if TYPE_CHECKING:
     from opentelemetry.metrics import CallbackOptions, Meter, Observation
     from prometheus_client.core import Metric as PrometheusMetric
     from starlette.responses import Response
+
+logger = logging.getLogger("hf_tiered_cache")
 
 _CURRENT: dict[type, frozenset[str]] = {
     StoreStats: frozenset(
@@ -33,9 +38,6 @@ _CURRENT: dict[type, frozenset[str]] = {
 
 _MOST_REASONS = 100
 """Maximum number of reasons that are reported as labels: a series is kept for each."""
-
-_LABELS = {"tiers": "tier", "reasons": "reason", "misses": "reason"}
-"""Name of the label for figures by name."""
 
 _SNAPSHOT_SECONDS = 1.0
 """Seconds for which OpenTelemetry gets the same figures: each metric asks for itself."""
@@ -123,6 +125,16 @@ class MetricsOf:
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
 
+def exported_metrics(store: KVStore, requests: StatsCollector) -> MetricsOf | None:
+    """Report metrics to OpenTelemetry, and return those for Prometheus, each if its package is installed."""
+    with suppress(ImportError):
+        export_to_opentelemetry(store, requests)
+    if find_spec("prometheus_client") is None:
+        logger.info("/metrics is not served; install prometheus-client")
+        return None
+    return MetricsOf(store, requests)
+
+
 def _metrics(path: tuple[str, ...], figures: Any) -> Iterator[Metric]:
     """Yield the metrics of a dataclass with figures."""
     for field in fields(figures):
@@ -133,9 +145,8 @@ def _metrics(path: tuple[str, ...], figures: Any) -> Iterator[Metric]:
             yield from _metrics(path if field.name == "details" else name, value)
         elif isinstance(value, Mapping) and field.name == "tiers":
             yield from _by_tier(path, value)
-        elif isinstance(value, Mapping) and field.name in _LABELS:
-            counts = dict(islice(sorted(value.items()), _MOST_REASONS))
-            yield _metric(figures, name, counts, _LABELS[field.name])
+        elif isinstance(value, Mapping):
+            yield _metric(figures, name, dict(islice(sorted(value.items()), _MOST_REASONS)), "reason")
 
 
 def _by_tier(path: tuple[str, ...], tiers: Mapping[str, Any]) -> Iterator[Metric]:

@@ -6,6 +6,7 @@ import asyncio
 import copy
 import json
 import logging
+import re
 import signal
 import socket
 import threading
@@ -13,8 +14,6 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from functools import partial
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, TypeVar
 
 import jinja2
@@ -48,8 +47,8 @@ from ..methods import Method
 from ..store.faults import LINE_FORMAT, Notices
 from ..tiered_cache import TieredCache, TieredSession
 from ..tiers.collector import StatsCollector
-from .hub import go_offline_without_hub, unloadable
-from .metrics import MetricsOf, export_to_opentelemetry
+from .hub import loading
+from .metrics import MetricsOf, exported_metrics
 from .serve_requests import (
     CANCEL_SECONDS,
     MAX_CONNECTIONS,
@@ -177,7 +176,7 @@ class TieredGenerationState(GenerationState):
 
     def get_manager(self, model_id: str, use_cb: bool = False) -> TieredGenerateManager | BatchedGenerateManager:
         if use_cb and self._batching is not None:
-            if self._cb_manager is None or self._cb_model_id != model_id or not self._cb_manager.is_alive():
+            if self._cb_manager is None or self._cb_model_id != model_id or not self.is_cb_alive():
                 super().shutdown()
                 self._cb_manager, self._cb_model_id = BatchedGenerateManager(self._batching), model_id
             return self._cb_manager
@@ -200,36 +199,32 @@ class TieredGenerationState(GenerationState):
 
 
 class TieredModelManager(ModelManager):
-    """Model manager of the server. With a single `model`, it lists and loads only that, without the hub's cache."""
+    """Model manager that, with a `force_model`, lists and loads only that, without the hub's cache.
 
-    def __init__(self, model: str | None, **options: Any) -> None:
-        self._single_model = model
-        super().__init__(force_model=model, **options)
+    Requests for other models raise HTTPException.
+    """
 
     def load_model_and_processor(self, model_id_and_revision: str, *args: Any, **kwargs: Any) -> Any:
-        """See `ModelManager`. Raises HTTPException for any but the single model."""
         self._check(model_id_and_revision, kwargs.get("gguf_file"))
         return super().load_model_and_processor(model_id_and_revision, *args, **kwargs)
 
     def load_model_streaming(self, model_id_and_revision: str, gguf_file: str | None = None) -> AsyncIterator[str]:
-        """See `ModelManager`. Raises HTTPException for any but the single model."""
         self._check(model_id_and_revision, gguf_file)
         return super().load_model_streaming(model_id_and_revision, gguf_file=gguf_file)
 
     def _check(self, model_id_and_revision: str, gguf_file: str | None) -> None:
-        if self._single_model is None:
-            return
-        name, only_file = split_model_id(self._single_model)
-        if (model_id_and_revision, gguf_file) != (self.process_model_name(name), only_file):
-            raise HTTPException(400, f"this server serves only {self._single_model!r}; request that model")
+        if self.force_model is not None:
+            name, only_file = split_model_id(self.force_model)
+            if (model_id_and_revision, gguf_file) != (self.process_model_name(name), only_file):
+                raise HTTPException(400, f"this server serves only {self.force_model!r}; request that model")
 
     # Called by transformers before 5.24 only; later versions list a single model themselves.
     def get_gen_models(  # type: ignore[override, unused-ignore]
         self, cache_dir: str | None = None
     ) -> list[dict[str, Any]]:
-        if self._single_model is None:
+        if self.force_model is None:
             return ModelManager.get_gen_models(cache_dir)  # type: ignore[attr-defined, no-any-return, unused-ignore]
-        return [{"id": self._single_model, "object": "model", "owned_by": "", "created": int(time.time())}]
+        return [{"id": self.force_model, "object": "model", "owned_by": "", "created": int(time.time())}]
 
 
 class ReportsCachedTokens:
@@ -250,24 +245,21 @@ class ReportsCachedTokens:
         return response
 
 
-_STREAM_ERROR = 'data: {"error": "'
-"""Beginning of transformers' error in a stream, in whose place OpenAI's clients show a general message."""
+_USAGE_EVENT = re.compile(r'^(\S*) (.*"usage":.*)$', re.MULTILINE)
+_STREAM_ERROR = re.compile(r'^data: \{"error": "(.*)"\}$', re.MULTILINE)
+"""Transformers' error in a stream, in whose place OpenAI's clients show a general message."""
 
 
 async def _events(events: Any, own_stats: list[PromptStats]) -> AsyncIterator[str]:
     """Yield server-sent events, with the number of cached tokens in the event that has `usage`, and readable errors."""
+
+    def with_cached_tokens(event: re.Match[str]) -> str:
+        return f"{event[1]} {json.dumps(_with_cached_tokens(json.loads(event[2]), own_stats), ensure_ascii=False)}"
+
     try:
         async for batch in events:
-            lines = str(batch).split("\n")
-            for number, line in enumerate(lines):
-                if '"usage":' in line:
-                    field, _, data = line.partition(" ")
-                    document = _with_cached_tokens(json.loads(data), own_stats)
-                    lines[number] = f"{field} {json.dumps(document, ensure_ascii=False)}"
-                elif line.startswith(_STREAM_ERROR) and line.endswith('"}'):
-                    reason = line.removeprefix(_STREAM_ERROR).removesuffix('"}')
-                    lines[number] = f"data: {json.dumps(error_body(reason, 500))}"
-            yield "\n".join(lines)
+            counted = _USAGE_EVENT.sub(with_cached_tokens, str(batch))
+            yield _STREAM_ERROR.sub(lambda error: f"data: {json.dumps(error_body(error[1], 500))}", counted)
     finally:
         await events.aclose()
 
@@ -286,25 +278,20 @@ _REQUIRED = {"messages", "input"}
 """Members of requests that transformers reads without a check."""
 
 
-async def _answer_invalid_request(request: Request, error: Exception) -> Response:
-    """Answer requests that fail on invalid values or missing packages, since handlers validate little beforehand."""
+async def _answer_refused(request: Request, error: Exception) -> Response:
+    """Answer a request that is refused, or fails on what handlers do not check, in the format of OpenAI's clients."""
+    if isinstance(error, StarletteHTTPException):
+        return JSONResponse(error_body(str(error.detail), error.status_code), error.status_code, error.headers)
+    if isinstance(error, RequestValidationError):
+        reason = "; ".join(f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors())
+        return JSONResponse(error_body(reason, 422), 422)
     reason = f"the request cannot be served: {type(error).__name__}: {error}"
     if "chat_template" in str(error):
         reason = "the model's tokenizer has no chat template; use /v1/completions, or serve a chat model"
     elif isinstance(error, KeyError) and error.args[0] in _REQUIRED:
         reason = f"the request has no {error.args[0]!r}"
     logger.debug("%s", reason, exc_info=error)
-    return JSONResponse(error_body(reason), status_code=400)
-
-
-async def _answer_refused_request(request: Request, error: HTTPException | RequestValidationError) -> Response:
-    """Answer requests that the server refuses, here or in transformers, in the format that OpenAI's clients read."""
-    if isinstance(error, RequestValidationError):
-        status, reason = 422, "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
-        headers = None
-    else:
-        status, reason, headers = error.status_code, str(error.detail), error.headers
-    return JSONResponse(error_body(reason, status), status, headers)
+    return JSONResponse(error_body(reason), 400)
 
 
 def build_app(
@@ -338,10 +325,8 @@ def build_app(
     app = build_server(models, **handlers, generation_state=state, enable_cors=enable_cors)
     app.state.generation_state = state
     closed_paths = frozenset() if models.force_model is None else frozenset({"/reset"})  # it unloads the model
-    for error_type in _CLIENT_ERRORS:
-        app.add_exception_handler(error_type, _answer_invalid_request)
-    for refusal in (StarletteHTTPException, RequestValidationError):
-        app.add_exception_handler(refusal, _answer_refused_request)  # type: ignore[arg-type]  # of these types only
+    for error_type in (*_CLIENT_ERRORS, StarletteHTTPException, RequestValidationError):
+        app.add_exception_handler(error_type, _answer_refused)
     if metrics is not None:
         app.add_api_route("/metrics", metrics.answer, response_class=Response, response_model=None)
     app.add_middleware(LimitedRequests, max_bytes=max_request_bytes, closed_paths=closed_paths)
@@ -395,14 +380,15 @@ def serve(
         new_session = partial(_counted, requests, partial(TieredSession, store=store, method=method))
         batches = Batching(new_session, ContinuousBatchingConfig(**batching))
     with suppress(KeyboardInterrupt), _listen(host, port) as listener:
-        models = _load(model, **options)
+        with loading(model, OSError, ValueError, ImportError):
+            models = TieredModelManager(force_model=model, **options)
         for loaded in models.loaded_models.values():
             new_cache(loaded.model)  # refuse unsupported models now
         app = build_app(
             models,
             new_cache,
             batching=batches,
-            metrics=_metrics_of(store, requests),
+            metrics=exported_metrics(store, requests),
             enable_cors=enable_cors,
             max_request_bytes=max_request_bytes,
         )
@@ -434,16 +420,6 @@ def _counted(total: StatsCollector, make: Callable[[PreTrainedModel], Counted], 
     return counted
 
 
-def _metrics_of(store: KVStore, requests: StatsCollector) -> MetricsOf | None:
-    """Return the metrics for `/metrics`, or None without the package for it. OpenTelemetry gets the same."""
-    with suppress(ImportError):
-        export_to_opentelemetry(store, requests)
-    if find_spec("prometheus_client") is None:
-        logger.info("/metrics is not served; install prometheus-client")
-        return None
-    return MetricsOf(store, requests)
-
-
 def _listen(host: str, port: int) -> socket.socket:
     """Open a listening socket, before any model is loaded. Raises ConfigError if the address is not available."""
     try:
@@ -453,16 +429,6 @@ def _listen(host: str, port: int) -> socket.socket:
         raise ConfigError(
             f"cannot listen on {host}:{port} ({error.strerror}); choose another --port or --host"
         ) from error
-
-
-def _load(model: str | None, **options: Any) -> TieredModelManager:
-    """Return the model manager, with `model` already loaded. Raises ConfigError if it cannot be loaded."""
-    if model is not None and not Path(model).is_dir():
-        go_offline_without_hub()
-    try:
-        return TieredModelManager(model, **options)
-    except (OSError, ValueError, ImportError) as error:
-        raise ConfigError(unloadable(model, error)) from error
 
 
 def _logging(level: str) -> dict[str, Any]:

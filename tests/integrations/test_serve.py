@@ -252,7 +252,7 @@ def test_clients_get_the_same_answers_and_restore_what_was_said(model, tmp_path)
 def test_requests_that_outlast_the_end_of_the_server_are_answered_and_end(model, tmp_path, monkeypatch, waiting):
     """Requests that ran on aborted the process when the interpreter exited, after an answer with status 500."""
     monkeypatch.setattr(server, "SHUTDOWN_SECONDS", 0.1)
-    models = server.TieredModelManager(str(model), device="cpu", dtype="float32")
+    models = server.TieredModelManager(force_model=str(model), device="cpu", dtype="float32")
     with KVStore(tmp_path / "store") as store:
         app = server.build_app(models, functools.partial(TieredCache, store=store))
         state = app.state.generation_state
@@ -301,7 +301,7 @@ def ask_for_long(client, **more):
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_requests_in_batches_that_outlast_the_end_of_the_server_are_answered(model, tmp_path, monkeypatch, stream):
     monkeypatch.setattr(server, "SHUTDOWN_SECONDS", 0.1)
-    models = server.TieredModelManager(str(model), device="cpu", dtype="float32")
+    models = server.TieredModelManager(force_model=str(model), device="cpu", dtype="float32")
     with KVStore(tmp_path / "store") as store:
         batching = server.Batching(functools.partial(TieredSession, store=store, method=Exact()), paging())
         app = server.build_app(models, functools.partial(TieredCache, store=store), batching=batching)
@@ -333,11 +333,11 @@ def test_requests_in_batches_that_outlast_the_end_of_the_server_are_answered(mod
 
 @pytest.fixture(scope="module")
 def app(model, tmp_path_factory):
-    models = server.TieredModelManager(str(model), device="cpu", dtype="float32")
+    models = server.TieredModelManager(force_model=str(model), device="cpu", dtype="float32")
     with KVStore(tmp_path_factory.mktemp("kv") / "store") as store:
         requests = StatsCollector()
         new_cache = functools.partial(server._counted, requests, functools.partial(TieredCache, store=store))
-        metrics = server._metrics_of(store, requests)
+        metrics = server.exported_metrics(store, requests)
         yield Client(server.build_app(models, new_cache, metrics=metrics, max_request_bytes=100_000), models)
 
 

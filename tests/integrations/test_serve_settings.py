@@ -43,7 +43,7 @@ def model(tmp_path_factory):
 @pytest.fixture(scope="module")
 def clients(model, tmp_path_factory):
     """Return clients of two servers: one request after the other, and in continuous batches."""
-    models = server.TieredModelManager(str(model), device="cpu", dtype="float32")
+    models = server.TieredModelManager(force_model=str(model), device="cpu", dtype="float32")
     with KVStore(tmp_path_factory.mktemp("kv") / "store") as store:
         new_cache = functools.partial(TieredCache, store=store)
         new_session = functools.partial(TieredSession, store=store, method=Exact())
