@@ -9,7 +9,6 @@ import logging
 import re
 import signal
 import socket
-import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
@@ -17,54 +16,40 @@ from functools import partial
 from typing import Any, TypeVar
 
 import jinja2
-import torch
 import uvicorn
 import uvicorn.config
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException as StarletteHTTPException
-from transformers import (
-    ContinuousBatchingConfig,
-    GenerationConfig,
-    PreTrainedModel,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
+from transformers import ContinuousBatchingConfig, PreTrainedModel
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.response import ResponseHandler
 from transformers.cli.serving.server import build_server
 from transformers.cli.serving.transcription import TranscriptionHandler
-from transformers.cli.serving.utils import DirectStreamer, GenerateManager, GenerationState, split_model_id
+from transformers.cli.serving.utils import split_model_id
 
-from .. import reasons
 from ..cache.suitability import check_batched
 from ..errors import ConfigError
 from ..kvstore import KVStore
 from ..methods import Method
-from ..store.faults import LINE_FORMAT, Notices
+from ..store.faults import LINE_FORMAT
 from ..tiered_cache import TieredCache, TieredSession
 from ..tiers.collector import StatsCollector
 from .hub import loading
 from .metrics import MetricsOf, exported_metrics
+from .serve_generation import Batching, NewCache, PromptStats, TieredGenerationState, request_stats
 from .serve_requests import (
     CANCEL_SECONDS,
     MAX_CONNECTIONS,
     MAX_REQUEST_BYTES,
     SHUTDOWN_SECONDS,
-    STOPPING,
-    BatchedGenerateManager,
-    Batching,
     ImpatientProtocol,
     LimitedRequests,
-    PromptStats,
     check_template_options,
     error_body,
-    limit_request,
-    request_stats,
-    rows_of,
 )
 
 try:
@@ -74,128 +59,13 @@ except ImportError:  # before transformers 5.23
 
 logger = logging.getLogger("hf_tiered_cache")
 
-_notices = Notices()
-
 _CLIENT_ERRORS = (
     *(ArithmeticError, AttributeError, ImportError, LookupError, TypeError, ValueError),
     *(RecursionError, jinja2.TemplateError),
 )
 """Errors that handlers raise for invalid values, which they do not check beforehand."""
 
-NewCache = Callable[[PreTrainedModel], TieredCache]
 Counted = TypeVar("Counted", TieredCache, TieredSession)
-
-
-class Cancellation(StoppingCriteria):
-    """Cancellation of all requests, which end with an error at their next token."""
-
-    def __init__(self) -> None:
-        self.requested = threading.Event()
-
-    def check(self) -> None:
-        """Raise HTTPException if requests are cancelled."""
-        if self.requested.is_set():
-            raise HTTPException(503, STOPPING)
-
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs: Any) -> torch.BoolTensor:
-        """Return that no sequence `[batch]` ends, unless requests are cancelled."""
-        self.check()
-        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)  # type: ignore[return-value]
-
-
-class TieredGenerateManager(GenerateManager):
-    """Generate manager that creates a `TieredCache` for each request, by a function of the model."""
-
-    def __init__(self, new_cache: NewCache, cancellation: Cancellation) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._new_cache, self._cancellation = new_cache, cancellation
-        self._running = threading.Lock()
-
-    def submit(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return super().submit(self._run, fn, *args, **kwargs)
-
-    def async_submit(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return super().async_submit(self._run, fn, *args, **kwargs)
-
-    def stop(self) -> None:
-        """Wait until cancelled requests have ended: the thread must not run a model when the interpreter exits."""
-        with self._running:
-            pass
-
-    def _run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with self._running:
-            self._cancellation.check()
-            return fn(*args, **kwargs)
-
-    def generate_streaming(
-        self, model: PreTrainedModel, processor: Any, inputs: dict[str, Any], gen_config: Any, *args: Any, **kwargs: Any
-    ) -> tuple[asyncio.Queue[Any], DirectStreamer]:
-        inputs = self._with_cache(model, inputs, gen_config)
-        return super().generate_streaming(model, processor, inputs, gen_config, *args, **kwargs)
-
-    async def generate_non_streaming(
-        self, model: PreTrainedModel, processor: Any, inputs: dict[str, Any], gen_config: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        inputs = self._with_cache(model, inputs, gen_config)
-        return await super().generate_non_streaming(model, processor, inputs, gen_config, *args, **kwargs)
-
-    def _with_cache(
-        self, model: PreTrainedModel, inputs: dict[str, Any], gen_config: GenerationConfig
-    ) -> dict[str, Any]:
-        """Return the inputs of `generate()`, with a cache unless another one is requested or the model unsupported.
-
-        Raises:
-            HTTPException: The request exceeds the model's context, or has too many sequences.
-        """
-        limit_request(model, inputs, gen_config)
-        inputs = {**inputs, "stopping_criteria": StoppingCriteriaList([self._cancellation])}
-        implementation = gen_config.cache_implementation or model.generation_config.cache_implementation
-        if gen_config.use_cache is False or implementation:
-            reason = reasons.bypassed("cache_implementation" if implementation else "use_cache", implementation)
-            _notices.warn(reason, reason)
-            return inputs
-        try:
-            cache = self._new_cache(model)
-        except ConfigError as error:
-            logger.warning("%s is served without the store: %s", model.name_or_path, error)
-            return inputs
-        request_stats.get([]).append((cache.stats, rows_of(gen_config)))
-        return {**inputs, "past_key_values": cache}
-
-
-class TieredGenerationState(GenerationState):
-    """Generation state that runs requests with a `TieredCache`, one after the other, or in continuous batches."""
-
-    def __init__(self, new_cache: NewCache, batching: Batching | None = None) -> None:
-        super().__init__(continuous_batching=batching is not None)
-        self._new_cache, self._batching = new_cache, batching
-        self.cancellation = Cancellation()
-        self._managers: dict[str, TieredGenerateManager] = {}
-        self._cb_manager: BatchedGenerateManager | None = None
-        self._cb_model_id: str | None = None
-
-    def get_manager(self, model_id: str, use_cb: bool = False) -> TieredGenerateManager | BatchedGenerateManager:
-        if use_cb and self._batching is not None:
-            if self._cb_manager is None or self._cb_model_id != model_id or not self.is_cb_alive():
-                super().shutdown()
-                self._cb_manager, self._cb_model_id = BatchedGenerateManager(self._batching), model_id
-            return self._cb_manager
-        if model_id not in self._managers:
-            self._managers[model_id] = TieredGenerateManager(self._new_cache, self.cancellation)
-        return self._managers[model_id]
-
-    def cancel(self) -> None:
-        """Cancel all requests. Called in the event loop."""
-        self.cancellation.requested.set()
-        if self._cb_manager is not None:
-            self._cb_manager.cancel()
-
-    def shutdown(self) -> None:
-        """Cancel requests that run alone, and wait until none runs."""
-        self.cancellation.requested.set()
-        super().shutdown()
-        for manager in self._managers.values():
-            manager.stop()
 
 
 class TieredModelManager(ModelManager):

@@ -1,27 +1,17 @@
-"""Requests of the server: limits against hostile or broken clients, statistics, and continuous batches."""
+"""Requests of the server: limits against hostile or broken clients, and settings."""
 
 from __future__ import annotations
 
 import asyncio
-import copy
-import itertools
-import logging
 import math
-from bisect import bisect_left
-from collections.abc import Callable
-from contextvars import ContextVar
-from dataclasses import dataclass
-from functools import partial
 from inspect import signature
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from fastapi import HTTPException, Request
 from fastapi.responses import JSONResponse
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.cli.serving.utils import CBGenerateManager, CBStreamer, _StreamError
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.processing_utils import (
     AudioKwargs,
     ImagesKwargs,
@@ -31,10 +21,6 @@ from transformers.processing_utils import (
     VideosKwargs,
 )
 from uvicorn.protocols.http.h11_impl import H11Protocol
-
-from ..errors import ConfigError
-from ..stats import RequestStats
-from ..tiered_cache import TieredSession
 
 MAX_REQUEST_BYTES = 8 << 20
 HEADER_SECONDS = 10.0
@@ -46,8 +32,6 @@ SHUTDOWN_SECONDS = 15
 """Maximum seconds for running requests to end after Ctrl-C or SIGTERM, before they are cancelled."""
 CANCEL_SECONDS = 5
 """Maximum seconds for a cancelled request to compute its token and to be answered, before its connection is closed."""
-STOPPING = "the server is stopping"
-"""Error of cancelled requests."""
 MAX_SEQUENCES = 16
 """Maximum number of beams or returned sequences per request. Each takes the memory of a prompt."""
 MIN_TEMPERATURE = 1e-10
@@ -146,17 +130,14 @@ class ImpatientProtocol(H11Protocol):
     _deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
-        """Start the header timeout of a new connection."""
         super().connection_made(transport)
         self._watch()
 
     def data_received(self, data: bytes) -> None:
-        """Process data from the client, and update the header timeout."""
         super().data_received(data)
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Cancel the header timeout of a closed connection."""
         super().connection_lost(exc)
         self._forget()
 
@@ -172,138 +153,14 @@ class ImpatientProtocol(H11Protocol):
             self._deadline = None
 
 
-logger = logging.getLogger("hf_tiered_cache")
-
-PromptStats = tuple[RequestStats, int]
-"""Statistics of a prompt, summed over its rows, and the number of rows."""
-request_stats: ContextVar[list[PromptStats]] = ContextVar("hf_tiered_cache_request_stats")
-"""Statistics of the prompts of the current HTTP request."""
-
-
-@dataclass(frozen=True)
-class Batching:
-    """Session of a model, and configuration of the pages, for continuous batching of the server."""
-
-    new_session: Callable[[PreTrainedModel], TieredSession]
-    config: ContinuousBatchingConfig
-
-
-_WITHOUT_EFFECT = {"use_cache", "pad_token_id", "bos_token_id"}
-_PER_REQUEST = {"max_new_tokens", "eos_token_id", "do_sample", "temperature", "top_k", "top_p"} | _WITHOUT_EFFECT
+_PER_REQUEST = {
+    *("max_new_tokens", "eos_token_id", "do_sample", "temperature", "top_k", "top_p"),
+    *("use_cache", "pad_token_id", "bos_token_id"),  # without effect
+}
 """Generation settings that each request in continuous batches can have for itself."""
-_GREEDY = {"temperature": 0.5, "top_k": 1, "top_p": 0.0}
-"""Sampling settings that always select the most likely token. They are not neutral, so that no processor is missing."""
 
 
-class BatchedGenerateManager(CBGenerateManager):
-    """Generate manager that runs requests in continuous batches, with the store."""
-
-    def __init__(self, batching: Batching) -> None:
-        config = copy.copy(batching.config)
-        config.per_request_processors = True
-        super().__init__(cb_config=config)
-        self._batching = batching
-        self._session: TieredSession | None = None
-        self._numbers = itertools.count()
-        self._sampling: dict[str, dict[str, float]] = {}
-        self._is_stopping = False
-        self._answers: set[asyncio.Future[Any]] = set()
-        self._streams: WeakKeyDictionary[CBStreamer, asyncio.Queue[Any]] = WeakKeyDictionary()
-
-    def init_cb(self, model: Any, gen_config: GenerationConfig) -> None:
-        """Start the engine, with the settings of the model. No request's settings must apply to the others."""
-        if self._cb is not None:
-            return
-        if self._session is None:
-            try:
-                self._session = self._batching.new_session(model)
-            except ConfigError as error:
-                logger.warning("%s is served without the store: %s", model.name_or_path, error)
-        config = copy.deepcopy(model.generation_config)
-        config.update(do_sample=True, num_beams=1, num_return_sequences=1, **_GREEDY)
-        attention = model.config._attn_implementation
-        try:
-            engine = model.init_continuous_batching(
-                generation_config=config, continuous_batching_config=self._cb_config
-            )
-            engine.batch_processor = engine._create_batch_processor()  # limits of requests depend on its pages
-        except Exception as error:
-            logger.exception("continuous batching cannot start")
-            model.set_attn_implementation(attention)  # the engine switches to its own, and back only when it ends
-            raise HTTPException(503, f"continuous batching cannot start: {error}") from error
-        engine.add_request = partial(self._add, engine.add_request)
-        engine.start()
-        self._cb = engine
-
-    def generate_streaming(
-        self,
-        model: Any,
-        processor: Any,
-        inputs: dict[str, Any],
-        gen_config: Any,
-        request_id: str,
-        *args: Any,
-        **kw: Any,
-    ) -> tuple[asyncio.Queue[Any], CBStreamer]:
-        name = self._begin(model, inputs, gen_config, request_id)
-        queue, streamer = super().generate_streaming(model, processor, inputs, gen_config, name, *args, **kw)
-        self._streams[streamer] = queue
-        return queue, streamer
-
-    async def generate_non_streaming(
-        self, model: Any, processor: Any, inputs: dict[str, Any], gen_config: Any, request_id: str
-    ) -> Any:
-        name = self._begin(model, inputs, gen_config, request_id)
-        answer = asyncio.ensure_future(super().generate_non_streaming(model, processor, inputs, gen_config, name))
-        self._answers.add(answer)
-        try:
-            return await answer
-        except asyncio.CancelledError:
-            self._cb.cancel_request(name)  # type: ignore[union-attr]
-            if self._is_stopping:
-                raise HTTPException(503, STOPPING) from None
-            raise
-        finally:
-            self._answers.discard(answer)
-
-    def cancel(self) -> None:
-        """End all requests with an error, in the event loop, and refuse others."""
-        self._is_stopping = True
-        for answer in list(self._answers):
-            answer.cancel()
-        for streamer, queue in list(self._streams.items()):
-            queue.put_nowait(_StreamError(STOPPING))
-            streamer.cancel()
-
-    def stop(self) -> None:
-        super().stop()
-        if self._session is not None:
-            self._session.close()
-
-    def _begin(
-        self, model: PreTrainedModel, inputs: dict[str, Any], gen_config: GenerationConfig, request_id: str
-    ) -> str:
-        """Limit and count a request, and return its name in the engine, which clients cannot repeat."""
-        if self._is_stopping:
-            raise HTTPException(503, STOPPING)
-        processor = getattr(self._cb, "batch_processor", None)
-        limit_request(model, inputs, gen_config, None if processor is None else _page_tokens(processor.cache))
-        sampling = _sampling_of(model, gen_config)
-        if not inputs["input_ids"]:
-            raise HTTPException(400, "the prompt has no tokens")  # the engine would end with all of its requests
-        name = f"{request_id}-{next(self._numbers)}"
-        self._sampling[name] = sampling
-        if self._session is not None:
-            request_stats.get([]).append((self._session.count_batched(self._cb, name), 1))
-        return name
-
-    def _add(self, add: Callable[..., Any], input_ids: list[int], request_id: str | None = None, **options: Any) -> Any:
-        """Add a request to the engine, with its own sampling settings."""
-        sampling = self._sampling.pop(request_id or "", {})
-        return add(input_ids, request_id=request_id, **options, **sampling)
-
-
-def _sampling_of(model: PreTrainedModel, gen_config: GenerationConfig) -> dict[str, float]:
+def sampling_of(model: PreTrainedModel, gen_config: GenerationConfig) -> dict[str, float]:
     """Return the sampling settings of a request in continuous batches.
 
     Raises:
@@ -333,19 +190,6 @@ def _sampling_of(model: PreTrainedModel, gen_config: GenerationConfig) -> dict[s
     size = model.config.get_text_config(decoder=True).vocab_size
     top_k = min(int(setting("top_k") or size), size)
     return {"temperature": float(setting("temperature")), "top_k": top_k, "top_p": float(setting("top_p"))}
-
-
-def _page_tokens(cache: Any) -> int:
-    """Return the maximum number of tokens of one request that the pages of an engine hold."""
-
-    def overflow(tokens: int) -> bool:
-        if not hasattr(cache, "cache_allocators"):  # before transformers 5.18
-            return bool(cache.blocks_needed(-(-tokens // cache.block_size), 0) > cache.num_blocks)
-        groups = cache.cache_allocators.values()
-        sectors = sum(-(-group.needs_new_blocks("", 0, tokens) // group.blocks_per_sector) for group in groups)
-        return bool(sectors > cache.num_sectors)
-
-    return bisect_left(range(1, 1 << 40), True, key=overflow)
 
 
 def limit_request(

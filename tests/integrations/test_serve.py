@@ -31,6 +31,7 @@ if not is_serve_available():
 openai = pytest.importorskip("openai")
 
 uvicorn = pytest.importorskip("uvicorn")
+generation = pytest.importorskip("hf_tiered_cache.integrations.serve_generation")
 limits = pytest.importorskip("hf_tiered_cache.integrations.serve_requests")
 server = pytest.importorskip("hf_tiered_cache.integrations.serve")
 
@@ -158,7 +159,7 @@ def test_a_model_that_no_store_supports_is_batched_without_one(caplog):
     def refuse(model):
         raise UnsupportedModelError("it has a state")
 
-    batches, ids = server.BatchedGenerateManager(server.Batching(refuse, paging())), prompt(20)[0].tolist()
+    batches, ids = generation.BatchedGenerateManager(server.Batching(refuse, paging())), prompt(20)[0].tolist()
     try:
         for _ in range(2):
             batches.init_cb(build("llama"), greedy())
@@ -169,7 +170,7 @@ def test_a_model_that_no_store_supports_is_batched_without_one(caplog):
 
 
 def test_an_empty_prompt_does_not_end_the_engine_of_the_others():
-    model, batches = build("llama"), server.BatchedGenerateManager(server.Batching(lambda model: None, paging()))
+    model, batches = build("llama"), generation.BatchedGenerateManager(server.Batching(lambda model: None, paging()))
     batches.init_cb(model, greedy())
     try:
         with pytest.raises(server.HTTPException, match="has no tokens"):
