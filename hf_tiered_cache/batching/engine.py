@@ -1,24 +1,4 @@
-"""Members of transformers' continuous batching that this library uses or replaces: all contact with its internals.
-
-| verb | purpose |
-| --- | --- |
-| `manager._create_batch_processor` | attach to the processor that the manager's thread runs |
-| `manager._wake_up_loop`, before 5.18 `_has_new_requests` | schedule again when a restore is complete |
-| `processor.prepare_next_batch` | moment between two steps |
-| `processor._generation_step` | one forward pass |
-| `model_runner._get_forward_fn` | function of the pass, plain or compiled; enclosed to capture keys before rotation |
-| `inputs_and_outputs.get_graph` | CUDA graph that a pass replays, if any |
-| `inputs_and_outputs.set_graph` | new CUDA graph; it is given the tensors in which it leaves its KV |
-| `inputs_and_outputs.prepare_batch_tensors` | which tokens of which requests are packed into a pass |
-| `scheduler.add_waiting_request` | arrival of a request |
-| `scheduler._get_waiting_candidates` | requests that may be scheduled; those that wait for a restore are left out |
-| `scheduler._infer_request_tokens` | admission of a request; asks for a prefix match if `cache.use_prefix_sharing` |
-| `cache.search_prefix_match` | prefix that the pages hold; extended by what the store holds |
-| `cache.update` | new KV of a layer; also writes restored KV into pages |
-| `cache.max_batch_tokens` | most tokens of a pass |
-| `cache.extend_read_and_write_indices` | rows of a request's tokens in the pages of each group of layers |
-| `model._cached_continuous_batching_manager` | manager that outlives a call of `generate_batch` |
-| allocation and hashes of pages | see `_AllocatorPages` (since 5.18) and `_ManagerPages` (before) |
+"""All contact with transformers' continuous batching: `_MEMBERS` lists the members that this library uses or replaces.
 
 Members are replaced on the objects of one manager only, and restored by `Engine.detach`.
 """
@@ -26,9 +6,8 @@ Members are replaced on the objects of one manager only, and restored by `Engine
 from __future__ import annotations
 
 import logging
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any, Protocol
 
@@ -48,14 +27,9 @@ PagedKV = Mapping[int, tuple[torch.Tensor, torch.Tensor]]
 All end at the same position; layers with a sliding window may begin later."""
 
 
-def id_of(state: Any) -> str:
-    """Return the id of a request."""
-    return str(state.request_id)
-
-
 def parent_id_of(state: Any) -> str:
     """Return the id of the request that a further sequence of it was forked from, or an empty string."""
-    return id_of(state).rpartition("__child#")[0]
+    return str(state.request_id).rpartition("__child#")[0]
 
 
 def persistent_manager_of(model: Any) -> Any:
@@ -118,7 +92,7 @@ class Engine:
 
     def __init__(self, manager: Any, listener: Listener) -> None:
         self.manager, self._listener = manager, listener
-        self._replaced: list[tuple[Any, str]] = []
+        self._replaced = ExitStack()
         self._processor: Any = None
         self._failed = False
         self._rows: list[Packed] = []
@@ -128,8 +102,7 @@ class Engine:
 
     def detach(self) -> None:
         """Restore all replaced members."""
-        while self._replaced:
-            delattr(*self._replaced.pop())
+        self._replaced.close()
 
     def wake(self) -> None:
         """Let the engine schedule again if it waits for requests."""
@@ -174,7 +147,10 @@ class Engine:
         if missing := missing_members(self.manager, processor):
             self._listener.refused(reasons.missing_members(missing))
             return processor
-        self.pages = _AllocatorPages(cache) if hasattr(cache, "cache_allocators") else _ManagerPages(cache)
+        if hasattr(cache, "cache_allocators"):
+            self.pages = Pages(cache, list(cache.cache_allocators.values()))
+        else:
+            self.pages = OlderPages(cache, cache.group_cache_managers)
         self._replace(processor, "prepare_next_batch", self._prepare)
         self._replace(processor, "_generation_step", self._step)
         self._replace(processor.model_runner, "_get_forward_fn", self._forward_function)
@@ -271,24 +247,18 @@ class Engine:
         return tokens if state is None else int(self._tell(tokens, self._listener.matched, state, tokens))
 
     def _update(
-        self,
-        original: Callable[..., Any],
-        key_states: torch.Tensor,
-        value_states: torch.Tensor,
-        layer_idx: int,
-        *args: Any,
-        **kwargs: Any,
+        self, original: Any, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kw: Any
     ) -> Any:
         self._tell(None, self._listener.computed, layer_idx, key_states, value_states)
-        return original(key_states, value_states, layer_idx, *args, **kwargs)
+        return original(key_states, value_states, layer_idx, *args, **kw)
 
     def _replace(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
-        self._replaced.append((owner, name))
+        self._replaced.callback(delattr, owner, name)
         setattr(owner, name, partial(replacement, getattr(owner, name)))
 
 
-class Pages(ABC):
-    """Pages of an engine: allocation, and the engine's own hashes.
+class Pages:
+    """Pages of an engine, which allocators take from sectors: allocation, and the engine's own hashes.
 
     Args:
         cache: Transformers' `PagedAttentionCache`.
@@ -300,47 +270,12 @@ class Pages(ABC):
         self.are_shared = bool(cache.use_prefix_sharing)
         """True if a request begins with the pages that hold its prefix. Sliding windows rule that out."""
 
-    @abstractmethod
     def held(self, tokens: list[int]) -> int:
         """Return how many leading tokens are in pages of some group that the engine may give to further requests."""
-
-    @abstractmethod
-    def has_room(self, tokens: int, held: int) -> bool:
-        """Return whether unused pages suffice for `tokens` tokens, of which shared pages hold the first `held`."""
-
-    @abstractmethod
-    def allocate(self, state: Any, held: int, stop: int) -> bool:
-        """Allocate pages for a waiting request's tokens from `held` to `stop`, and return whether there were enough."""
-
-    def free(self, request_id: str) -> None:
-        """Return the pages of a request that has not begun."""
-        self.cache.free_blocks(request_id)
-
-    @abstractmethod
-    def complete(self, state: Any, count: int) -> None:
-        """Hash the pages that the next `count` tokens of a waiting request complete, where the engine would."""
-
-    def rows(self, request_id: str, first: int, count: int) -> list[torch.Tensor]:
-        """Return the rows of some of a request's tokens in the pages of each group of layers, int64 `[count]` each."""
-        index: list[list[int]] = [[] for _ in self._groups]
-        self.cache.extend_read_and_write_indices(request_id, first, count, None, index)
-        return [torch.tensor(rows, dtype=torch.int64, device=self.cache.device) for rows in index]
-
-    @abstractmethod
-    def row_arguments(self, rows: list[torch.Tensor]) -> tuple[Any, ...]:
-        """Return the arguments with which the engine's own `update` writes these rows of the pages, and reads none."""
-
-
-class _AllocatorPages(Pages):
-    """Pages since transformers 5.18, which allocators take from sectors."""
-
-    def __init__(self, cache: Any) -> None:
-        super().__init__(cache, list(cache.cache_allocators.values()))
-
-    def held(self, tokens: list[int]) -> int:
         return max(len(group.match_prefix_blocks(tokens)) * int(group.tokens_per_page) for group in self._groups)
 
     def has_room(self, tokens: int, held: int) -> bool:
+        """Return whether unused pages suffice for `tokens` tokens, of which shared pages hold the first `held`."""
         pool, sectors = self.cache.pool, 0
         for group in self._groups:
             unused = pool.count_free_blocks(group.index) + len(group.ledger.cached_blocks)
@@ -349,31 +284,39 @@ class _AllocatorPages(Pages):
         return bool(sectors <= pool.num_free_sectors)
 
     def allocate(self, state: Any, held: int, stop: int) -> bool:
+        """Allocate pages for a waiting request's tokens from `held` to `stop`, and return whether there were enough."""
         count, allocate = stop - state.current_len(), self.cache.can_store_request_tokens
         return bool(allocate(state, count) or (self.cache.evict_cached_blocks() and allocate(state, count)))
 
     def complete(self, state: Any, count: int) -> None:
+        """Hash the pages that the next `count` tokens of a waiting request complete, where the engine would."""
         if self.are_shared:
             self.cache.mark_complete_blocks(state, self.cache.count_new_complete_blocks(state, count))
 
     def row_arguments(self, rows: list[torch.Tensor]) -> tuple[Any, ...]:
+        """Return the arguments with which the engine's own `update` writes these rows of the pages, and reads none.
+
+        They serve one layer, since `update` changes them.
+        """
         lengths = {group.layer_type: rows[0][:0] for group in self._groups}
         index = {"read_index": [row[:0] for row in rows], "write_index": rows}
         return ({**index, "cu_seq_lens_k": lengths, "max_length_k": dict.fromkeys(lengths, 0)},)
 
+    def rows(self, request_id: str, first: int, count: int) -> list[torch.Tensor]:
+        """Return the rows of some of a request's tokens in the pages of each group of layers, int64 `[count]` each."""
+        index: list[list[int]] = [[] for _ in self._groups]
+        self.cache.extend_read_and_write_indices(request_id, first, count, None, index)
+        return [torch.tensor(rows, dtype=torch.int64, device=self.cache.device) for rows in index]
 
-class _ManagerPages(Pages):
+
+class OlderPages(Pages):
     """Pages before transformers 5.18, which all groups take from one block manager."""
-
-    def __init__(self, cache: Any) -> None:
-        super().__init__(cache, cache.group_cache_managers)
-        self._size = int(cache.block_size)
 
     def held(self, tokens: list[int]) -> int:
         return max(self._hashed(group._index, tokens) for group in self._groups)
 
     def _hashed(self, group: int, tokens: list[int]) -> int:
-        manager, size, parent = self.cache._block_manager, self._size, None
+        manager, size, parent = self.cache._block_manager, int(self.cache.block_size), None
         for start in range(0, len(tokens) - size + 1, size):
             parent = manager.compute_hash(parent, tokens[start : start + size], group)
             if parent not in manager._hash_to_id:
@@ -381,56 +324,76 @@ class _ManagerPages(Pages):
         return len(tokens) // size * size
 
     def has_room(self, tokens: int, held: int) -> bool:
-        held_blocks, blocks = held // self._size, -(-tokens // self._size)
+        held_blocks, blocks = held // self.cache.block_size, -(-tokens // self.cache.block_size)
         return bool(self.cache.will_allocation_be_successful(blocks - held_blocks, held_blocks))
 
     def allocate(self, state: Any, held: int, stop: int) -> bool:
-        held_blocks, blocks = held // self._size, -(-stop // self._size)
+        held_blocks, blocks = held // self.cache.block_size, -(-stop // self.cache.block_size)
         allocated = self.cache.allocate_blocks(blocks - held_blocks, state.request_id, held_blocks)
-        if allocated is not None and stop % self._size:
+        if allocated is not None and stop % self.cache.block_size:
             state.allocated_blocks += 1  # the scheduler counts complete pages only
         return allocated is not None
 
     def complete(self, state: Any, count: int) -> None:
-        self.cache.mark_shareable_blocks_as_complete(state, count // self._size)
+        self.cache.mark_shareable_blocks_as_complete(state, count // self.cache.block_size)
 
     def row_arguments(self, rows: list[torch.Tensor]) -> tuple[Any, ...]:
         return [row[:0] for row in rows], rows
 
 
 _MEMBERS: dict[str, tuple[str, ...]] = {
-    "": ("_create_batch_processor", "batch_processor", "_wake_up_loop|_has_new_requests"),
-    "processor": ("prepare_next_batch", "_generation_step"),
-    "processor.scheduler": (
-        *("add_waiting_request", "_get_waiting_candidates", "_infer_request_tokens"),
+    "manager": (
+        "_create_batch_processor",  # attach to the processor that the manager's thread runs
+        "batch_processor",
+        "_wake_up_loop|_has_new_requests",  # schedule again when a restore is complete
+    ),
+    "processor": (
+        "prepare_next_batch",  # moment between two steps
+        "_generation_step",  # one forward pass
+    ),
+    "model_runner": ("_get_forward_fn",),  # function of the pass, enclosed to capture keys before rotation
+    "inputs_and_outputs": (
+        "get_graph",  # CUDA graph that a pass replays, if any
+        "set_graph",  # new CUDA graph; it is given the tensors in which it leaves its KV
+        "prepare_batch_tensors",  # which tokens of which requests are packed into a pass
+        "compute_stream",
+    ),
+    "scheduler": (
+        "add_waiting_request",  # arrival of a request
+        "_get_waiting_candidates",  # requests that may be scheduled, without those that wait for a restore
+        "_infer_request_tokens",  # admission of a request; asks for a prefix match if `cache.use_prefix_sharing`
         *("active_requests", "waiting_requests"),
     ),
-    "processor.inputs_and_outputs": ("prepare_batch_tensors", "compute_stream", "get_graph", "set_graph"),
-    "processor.model_runner": ("_get_forward_fn",),
-    "processor.cache": (
-        *("search_prefix_match", "update", "extend_read_and_write_indices", "use_prefix_sharing", "device"),
-        "max_batch_tokens",
-        *("cache_allocators|group_cache_managers", "pool|_block_manager", "free_blocks"),
+    "cache": (
+        "search_prefix_match",  # prefix that the pages hold; extended by what the store holds
+        "update",  # new KV of a layer; also writes restored KV into pages
+        "extend_read_and_write_indices",  # rows of a request's tokens in the pages of each group of layers
+        *("max_batch_tokens", "use_prefix_sharing", "device", "free_blocks"),
+        *("cache_allocators|group_cache_managers", "pool|_block_manager"),  # see `Pages` and `OlderPages`
         *("can_store_request_tokens|allocate_blocks", "evict_cached_blocks|will_allocation_be_successful"),
         *("mark_complete_blocks|mark_shareable_blocks_as_complete", "count_new_complete_blocks|block_size"),
     ),
+    "RequestState": (
+        *("request_id", "initial_tokens", "generated_tokens", "position_offset", "current_len"),
+        *("allocated_blocks", "num_children"),
+    ),
+    "FutureRequestState": ("state", "query_length"),
 }
-"""Members by the path of their object from the manager; alternatives are names in different versions."""
-
-_STATE = ("request_id", "initial_tokens", "generated_tokens", "position_offset", "current_len")
-_COUNTS = ("allocated_blocks", "num_children")
-_SCHEDULED = ("state", "query_length")
+"""Members by their object: the manager, its processor, or a part of that. Alternatives are names in different versions,
+the latest first."""
 
 
 def missing_members(manager: Any, processor: Any) -> list[str]:
     """Return the members that a manager and its processor lack, such as "scheduler.add_waiting_request"."""
-    missing = []
-    for path, members in _MEMBERS.items():
-        part, _, rest = path.partition(".")
-        owner = manager if not part else getattr(processor, rest, None) if rest else processor
-        lacks = [member for member in members if not any(hasattr(owner, name) for name in member.split("|"))]
-        missing += [f"{rest or part or 'manager'}.{member.replace('|', ' or ')}" for member in lacks]
-    state = RequestState(request_id="", initial_tokens=[])
-    missing += [f"RequestState.{name}" for name in (*_STATE, *_COUNTS) if not hasattr(state, name)]
-    missing += [f"FutureRequestState.{name}" for name in _SCHEDULED if not hasattr(FutureRequestState, name)]
-    return missing
+    owners = {
+        "manager": manager,
+        "processor": processor,
+        "RequestState": RequestState(request_id="", initial_tokens=[]),
+        "FutureRequestState": FutureRequestState,
+    }
+    return [
+        f"{name}.{member.replace('|', ' or ')}"
+        for name, members in _MEMBERS.items()
+        for member in members
+        if not any(hasattr(owners.get(name, getattr(processor, name, None)), known) for known in member.split("|"))
+    ]

@@ -18,7 +18,7 @@ from ..cache.executor import Executor
 from ..cache.request import Request
 from ..cache.sequence import SequenceState
 from ..layers import DenseSource
-from .engine import PagedKV, id_of, last_computed, tokens_of
+from .engine import PagedKV, last_computed, tokens_of
 from .packed import PackedKV, Piece, gather, split
 
 logger = logging.getLogger("hf_tiered_cache")
@@ -67,7 +67,7 @@ class BatchedRequest:
     def __init__(self, state: Any, executor: Executor, layers: int) -> None:
         self.state, self.executor = state, executor
         self.cache = EmptyCache(layers)
-        self.id, self.prompt = id_of(state), tokens_of(state)
+        self.id, self.prompt = state.request_id, tokens_of(state)
         self.reported = False
         """True if the request was counted."""
         self.admitted: tuple[Request, SequenceState] | None = None

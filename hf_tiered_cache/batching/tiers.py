@@ -27,7 +27,7 @@ from ..methods import Method
 from ..patches.attach import Attachment
 from ..store.geometry import HASH_TOKENS
 from ..tiers.collector import StatsCollector
-from .engine import Engine, Listener, id_of, parent_id_of
+from .engine import Engine, Listener, parent_id_of
 from .lookups import LayerRotations, Lookups, observe_rotations, windows_of
 from .packed import GraphKV, Packed, PackedKV, PassCapture, PassJoiner, without_biases
 from .requests import BatchedRequest, Restored
@@ -137,7 +137,7 @@ class PagedTiers(Listener):
         if self._closed:
             return
         with self._lock:
-            request_id = id_of(state)
+            request_id = state.request_id
             before = self._requests.get(request_id)
             if before is not None and before.state is state:  # its KV was moved to host memory by the engine
                 return
@@ -157,7 +157,7 @@ class PagedTiers(Listener):
             self._look_up(request)
 
     def may_be_scheduled(self, state: Any) -> bool:
-        request = self._requests.get(id_of(state))
+        request = self._requests.get(state.request_id)
         if request is None or request.state is not state or request.decided:
             return True
         with self._lock:
@@ -182,7 +182,7 @@ class PagedTiers(Listener):
             return self._has_room(request, request.held) or not self._engine.has_active_requests
 
     def matched(self, state: Any, tokens: int) -> int:
-        request = self._requests.get(id_of(state))
+        request = self._requests.get(state.request_id)
         if request is None or request.state is not state or self._closed:
             return tokens
         with self._lock:
@@ -265,7 +265,7 @@ class PagedTiers(Listener):
         with self._lock:
             row = 0
             for state, first, num_tokens in rows:
-                request = self._requests.get(id_of(state))
+                request = self._requests.get(state.request_id)
                 if request is None or request.state is not state:
                     request = self._fork(state)
                 if request is not None:
@@ -376,7 +376,7 @@ class PagedTiers(Listener):
             self._storage.disk.warn("pages", f"restored KV could not be written into pages: {error!r}")
             request.note_reason(reasons.NOT_WRITTEN)
             if not held:
-                pages.free(request.id)
+                pages.cache.free_blocks(request.id)
             return held
         pages.complete(state, stop - held)
         request.placed = True

@@ -382,7 +382,7 @@ def test_every_member_of_the_engine_is_there(model):
 def test_a_member_that_has_moved_is_named_and_the_engine_runs_without_the_store(
     model, store, monkeypatch, caplog, path, member
 ):
-    known = {**engine_module._MEMBERS, f"processor.{path}" if path else "processor": ("gone_" + member,)}
+    known = {**engine_module._MEMBERS, path or "processor": ("gone_" + member,)}
     monkeypatch.setattr(engine_module, "_MEMBERS", known)
     ids = prompt(60)[0].tolist()
     with tiered(model, store):
