@@ -357,20 +357,16 @@ class KVStore(StoreContents):
         from .methods import Exact, make_method
 
         method = Exact(geometry=geometry) if isinstance(geometry, Geometry) else make_method(geometry)
-        if method.geometry.codec != RAW:
-            self._check_codec(method.geometry.codec, ids)
-        relayout = partial(self._storage.rewriter.relayout, geometry=method.geometry)
-        return self._rewrite_segments(relayout, ids, "relayout", progress)
-
-    def _check_codec(self, codec: str, ids: Iterable[str] | None) -> None:
-        requested_ids = None if ids is None else set(ids)
-        for row in self.segments():
-            if codec_in(row.provenance) != codec and (requested_ids is None or row.id in requested_ids):
+        codec, ids = method.geometry.codec, None if ids is None else dict.fromkeys(ids)
+        for row in self.segments() if codec != RAW else ():
+            if codec_in(row.provenance) != codec and (ids is None or row.id in ids):
                 raise ConfigError(
                     f"segment {row.id} is stored with the codec {codec_in(row.provenance)}, and relayout does not "
                     f"change the codec; call store.precompute(model, input_ids, method=...) with codec={codec!r} to "
                     "store the prompt again"
                 )
+        relayout = partial(self._storage.rewriter.relayout, geometry=method.geometry)
+        return self._rewrite_segments(relayout, ids, "relayout", progress)
 
 
 def open_store(store: KVStore | str | os.PathLike[str], method: Method, stores_by_path: dict[str, Any]) -> KVStore:

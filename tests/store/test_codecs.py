@@ -392,6 +392,8 @@ def test_relayout_does_not_change_the_codec(root):
         store.precompute(model, ids, method=Exact(codec="int8"), progress=False)
         assert store.relayout(Geometry(8, 2), progress=False) == 2  # each in its own codec
         assert {store._storage.disk.reader(row.id).shape.geometry.codec for row in store.segments()} == {"raw", "int8"}
+        int8 = (row.id for row in store.segments() if "int8" in row.provenance)
+        assert store.relayout(ContiguousKV(codec="int8"), int8, progress=False) == 1
 
 
 @every_lossy
