@@ -94,7 +94,7 @@ class Lookups:
     def close(self, requests: Iterable[BatchedRequest]) -> None:
         """End all lookups, and wait for those that run."""
         for request in requests:
-            request.gone = True
+            request.decided = True
         with self._room:
             self._room.notify_all()
         self._threads.close(0.0)
@@ -126,12 +126,15 @@ class Lookups:
             plan, reason = executor.look_up_admitted(*request.admitted)
             if replans < REPLANS:
                 reason = reasons.DAMAGED
-            stop = None if plan is None or not (restores and request.waits) else plan.suffix
+            stop = None if plan is None or not restores or request.decided else plan.suffix
             if plan is None or stop is None or stop - request.held < HASH_TOKENS:
                 return None, reason
             if rotations is None or sequence.identity.fingerprint != self._fingerprint:
                 return None, reasons.ENGINE_CHANGED
-            self._await_room(request)
+            with self._room:  # wait while much restored KV waits to be written to pages
+                self._room.wait_for(
+                    lambda: self._restored_bytes < _MOST_RESTORED_BYTES or request.decided, PATIENCE_SECONDS
+                )
             try:
                 kv = self._assemble(request, plan, rotations)
             except RestoreError as error:
@@ -155,7 +158,7 @@ class Lookups:
             prefetch.start()
             with torch.no_grad():
                 for layer, (kind, like) in rotations.layers.items():
-                    if not request.waits:
+                    if request.decided:
                         return None
                     device, dtype = devices[layer], like.keys.dtype
                     begin = max(request.held, plan.first_position(kind.window))
@@ -172,13 +175,6 @@ class Lookups:
             return kv
         finally:
             fetcher.cancel()
-
-    def _await_room(self, request: BatchedRequest) -> None:
-        """Wait while much restored KV waits to be written to pages."""
-        with self._room:
-            self._room.wait_for(
-                lambda: self._restored_bytes < _MOST_RESTORED_BYTES or not request.waits, PATIENCE_SECONDS
-            )
 
 
 class LayerRotations:

@@ -89,7 +89,7 @@ class BatchedRequest:
         self.decided = False
         """True if the request no longer waits for a restore."""
         self.gone = False
-        """True if the engine has finished or cancelled the request."""
+        """True if the engine has finished or cancelled the request, which is then decided, too."""
         self.placed = False
         """True if restored KV was written to its pages."""
         self.recording = True
@@ -104,11 +104,6 @@ class BatchedRequest:
     def is_looked_up(self) -> bool:
         """True if the lookup has ended."""
         return self.lookup is not None and self.lookup.done()
-
-    @property
-    def waits(self) -> bool:
-        """True if the request waits for a restore."""
-        return not (self.gone or self.decided)
 
     @property
     def num_captured(self) -> int:
