@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -28,7 +27,6 @@ from ..patches.tap import PreRopeKV, RotaryTap
 from ..restore.fetch import Fetcher
 from ..restore.plan import Plan
 from ..restore.prefetch import Prefetch, restore_layer
-from ..restore.rows import RowGroup
 from ..store.geometry import HASH_TOKENS, LayerKV
 from ..store.threads import DaemonPool
 from .engine import PagedKV
@@ -143,13 +141,14 @@ class Lookups:
             return None if kv is None else Restored(request.held, stop, kv), reason
         return None, reasons.DAMAGED
 
-    def _assemble(self, request: BatchedRequest, plan: Plan, rotations: LayerRotations) -> PagedKV | None:
+    def _assemble(self, request: BatchedRequest, full: Plan, rotations: LayerRotations) -> PagedKV | None:
         """Fetch what a plan of one row restores after the tokens that the pages hold, and rotate its keys.
 
         Return None if the request no longer waits. Layers compute exactly the suffix; those with a sliding window begin
         where its view begins. Raises RestoreError if a block could not be fetched or is damaged.
         """
-        plan, devices = _without_beginning(plan, request.held), self._attachment.devices
+        devices = self._attachment.devices
+        plan = full.with_recompute_lengths([request.held] * len(devices))  # pages hold the beginning
         kv: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         collector = request.executor.collector
         fetcher = Fetcher(self._storage.residency, collector, devices.__getitem__, self._ahead_bytes)
@@ -161,8 +160,8 @@ class Lookups:
                     if request.decided:
                         return None
                     device, dtype = devices[layer], like.keys.dtype
-                    begin = max(request.held, plan.first_position(kind.window))
-                    count = max(0, (plan.suffix or 0) - begin)
+                    begin, end = plan.restored_span(layer, kind.window)
+                    count = end - begin
                     keys = torch.empty(1, kind.key_heads, count, kind.key_dim, dtype=dtype, device=device)
                     values = torch.empty(1, kind.value_heads, count, kind.value_dim, dtype=dtype, device=device)
                     rotate_ = partial(rotations.tap.rotate_, like)
@@ -242,15 +241,3 @@ class _ObservingCache(DynamicCache):
         pre_rope = self._tap.take(layer_idx, key_states, value_states)
         self.observed[layer_idx] = kind_of(pre_rope, key_states, value_states, self._windows[layer_idx]), pre_rope
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-
-
-def _without_beginning(plan: Plan, first: int) -> Plan:
-    """Return a plan that restores only the positions from `first` on."""
-    (group,) = plan.groups
-    pieces = []
-    for piece in group.pieces:
-        skipped = max(0, min(piece.count, first - piece.at))
-        if skipped < piece.count:
-            at, count = piece.at + skipped, piece.count - skipped
-            pieces.append(replace(piece, first=piece.first + skipped, count=count, at=at))
-    return replace(plan, groups=(RowGroup(group.rows, group.pad, tuple(pieces)),))
