@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -184,20 +185,17 @@ class PassageExecutor(Executor):
         return sequence
 
     def new_recorder(self, identity: Identity, regime: str, pads: list[int]) -> Recorder:
-        method, store = self.method, self.store
+        method, store, lead_tokens = self.method, self.store, self.lead.shape[1]
         hasher = store.passage_hasher(identity.fingerprint, method.passages, self.sink, regime)
-        arguments = identity.fingerprint, method.geometry, store.submit, store.ttl, method.passages
         if self._ranking_lead is not None:
-            return _InMemoryRecorder(self.lead.shape[1], self.computed, History(hasher, pads), *arguments)
-        alone = bool(method.ranked_by) and not method.ranks_in_context  # no second computation
-        return Recorder(
-            History(hasher, [pad + self.lead.shape[1] for pad in pads]),  # the lead is left out like padding
-            *arguments,
-            rank=self._rank if alone else None,
-            collector=self.collector,
-            model=identity.facts,
+            arguments = identity.fingerprint, method.geometry, store.submit, store.ttl, method.passages
+            return _InMemoryRecorder(lead_tokens, self.computed, History(hasher, pads), *arguments)
+        return replace(
+            super().new_recorder(identity, regime, pads),
+            history=History(hasher, [pad + lead_tokens for pad in pads]),  # the lead is left out like padding
+            provenance=method.passages,
+            rank=self._rank if method.ranked_by and not method.ranks_in_context else None,  # no second computation
             labels=self._labels or self.options.label,
-            weights_held=identity.weights_held,
         )
 
     def _rank(self, row: int, layers: Iterable[KV]) -> np.ndarray:
