@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from dataclasses import dataclass
 from inspect import signature
 from typing import Any
 
@@ -51,42 +52,34 @@ _CLIENT_NAMES = {
 """Names in requests of generation settings."""
 
 
+@dataclass(frozen=True)
 class LimitedRequests:
-    """ASGI middleware that passes on complete requests, and refuses large and slow ones.
+    """ASGI middleware that passes on complete requests to `app`, and refuses large and slow ones."""
 
-    Args:
-        app: Application to pass requests to.
-        max_bytes: Maximum size of a request body.
-        body_seconds: Maximum seconds for a body to arrive.
-        closed_paths: Paths that are answered with status 403.
-    """
-
-    def __init__(
-        self,
-        app: ASGIApp,
-        max_bytes: int = MAX_REQUEST_BYTES,
-        body_seconds: float = BODY_SECONDS,
-        closed_paths: frozenset[str] = frozenset(),
-    ) -> None:
-        self._app, self._max_bytes, self._body_seconds, self._closed = app, max_bytes, body_seconds, closed_paths
+    app: ASGIApp
+    max_bytes: int = MAX_REQUEST_BYTES
+    """Maximum size of a request body."""
+    body_seconds: float = BODY_SECONDS
+    """Maximum seconds for a body to arrive."""
+    closed_paths: frozenset[str] = frozenset()
+    """Paths that are answered with status 403."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one ASGI connection."""
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
         answer: ASGIApp
-        if scope["path"].rstrip("/") in self._closed:
+        if scope["path"].rstrip("/") in self.closed_paths:
             reason = f"{scope['path']} is disabled, because this server serves one model, which stays loaded"
             answer = _refusal(403, reason)
         else:
             try:
-                body = await asyncio.wait_for(self._body(scope, receive), self._body_seconds)
-                answer, receive = self._app, _replay(body, receive)
+                body = await asyncio.wait_for(self._body(scope, receive), self.body_seconds)
+                answer, receive = self.app, _replay(body, receive)
             except OverflowError:
-                answer = _refusal(413, f"the request is larger than {self._max_bytes} bytes")
+                answer = _refusal(413, f"the request is larger than {self.max_bytes} bytes")
             except asyncio.TimeoutError:
-                answer = _refusal(408, f"the request took longer than {self._body_seconds:g} s to arrive")
+                answer = _refusal(408, f"the request took longer than {self.body_seconds:g} s to arrive")
             except ClientDisconnect:
                 return
         await answer(scope, receive, send)
@@ -94,12 +87,12 @@ class LimitedRequests:
     async def _body(self, scope: Scope, receive: Receive) -> bytes:
         """Return the body. Raises OverflowError if it is too large, or ClientDisconnect."""
         announced = dict(scope["headers"]).get(b"content-length", b"0")
-        if announced.isdigit() and int(announced) > self._max_bytes:
+        if announced.isdigit() and int(announced) > self.max_bytes:
             raise OverflowError
         body = bytearray()
         async for part in Request(scope, receive).stream():
             body += part
-            if len(body) > self._max_bytes:
+            if len(body) > self.max_bytes:
                 raise OverflowError
         return bytes(body)
 
