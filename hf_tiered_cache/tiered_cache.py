@@ -229,6 +229,8 @@ class TieredSession:
     ) -> None:
         timeline = None if trace is None else Timeline(trace)
         self.method = make_method(method)
+        passage_starts = None if segments is None else tuple(segments)
+        self._options = CacheOptions(restore, record, passage_starts, label=label, tag=tag)
         self._account = StatsCollector()
         self._engines = Engines()
         was_attached = attachment_of(model) is not None
@@ -237,20 +239,9 @@ class TieredSession:
             self._attachment.by_session = True
         try:
             self.store = open_store(store, self.method, self._attachment.extras)
-            self._new_cache = partial(
-                TieredCache,
-                self._attachment.model,
-                self.store,
-                method=self.method,
-                restore=restore,
-                record=record,
-                segments=segments,
-                label=label,
-                tag=tag,
-                trace=timeline,
-            )
+            settings = {"method": self.method, "trace": timeline, **asdict(self._options)}
+            self._new_cache = partial(TieredCache, self._attachment.model, self.store, **settings)
             self._new_cache()  # raises here, not in the first generate()
-            self._options = CacheOptions(restore, record, label=label, tag=tag)
         except BaseException:
             self._leave()
             raise

@@ -5,11 +5,10 @@ The hub is asked once and for a few seconds, since its clients retry for minutes
 
 from __future__ import annotations
 
-import functools
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -17,6 +16,7 @@ from huggingface_hub import constants, get_session
 from huggingface_hub.errors import GatedRepoError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 
 from ..errors import ConfigError, TieredCacheError
+from ..store.threads import DaemonPool
 
 PROBE_SECONDS = 3.0
 _MISSING: dict[type[Exception], str] = {
@@ -33,7 +33,7 @@ _MISSING: dict[type[Exception], str] = {
 """Advice by error of the hub's client, for the errors that mean a missing model."""
 
 
-@functools.cache
+@cache
 def go_offline_without_hub() -> bool:
     """Use only the local cache for data sets and models if the hub does not answer within `PROBE_SECONDS`.
 
@@ -54,18 +54,14 @@ def go_offline_without_hub() -> bool:
 
 def _hub_answers() -> bool:
     """Return whether the hub answers, through the proxy and with the certificates of its client."""
-    answers: list[int] = []
-
-    def ask() -> None:
-        try:
-            answers.append(get_session().head(constants.ENDPOINT, timeout=PROBE_SECONDS).status_code)
-        except Exception:  # clients raise different errors by version; all mean no answer
-            return
-
-    thread = threading.Thread(target=ask, daemon=True)  # a DNS lookup has no time limit of its own
-    thread.start()
-    thread.join(PROBE_SECONDS)
-    return bool(answers)
+    pool = DaemonPool(1, "hf-tiered-hub")  # a DNS lookup has no time limit of its own
+    try:
+        pool.submit(partial(get_session().head, constants.ENDPOINT, timeout=PROBE_SECONDS)).result(PROBE_SECONDS)
+    except Exception:  # clients raise different errors by version; all mean no answer
+        return False
+    finally:
+        pool.close(0.0)
+    return True
 
 
 @contextmanager

@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -309,10 +310,7 @@ def _temporary(storage: Storage) -> Iterator[str]:
 
 
 def _seconds(action: Callable[[], Any], device: torch.device) -> float:
-    def synchronize() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
+    synchronize: Callable[[], Any] = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
     synchronize()
     started = time.perf_counter()
     action()

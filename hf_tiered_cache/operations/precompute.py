@@ -115,18 +115,13 @@ def precompute(
         and requested_method.selects
         and requested_method.selector().index is not None
     ):
-        for prompt in prompts:
-            _index(storage, model, requested_method, prompt, tag)
+        options = CacheOptions(record=False, tag=tag)
+        for prompt in prompts:  # make and store the index, which serves any question after the prompt
+            question = torch.cat([prompt, prompt[-1:]])
+            # no name for the cache: one that is alive when the store is flushed delays the reordering of segments
+            run(StoredCache.over(model, storage, requested_method, options), question)
         storage.flush()
     return report
-
-
-def _index(storage: Storage, model: torch.nn.Module, method: Method, prompt: torch.Tensor, tag: str) -> None:
-    """Make and store the index of a stored prompt that a method selects by. It serves any question after the prompt.
-
-    Its cache ends here, before the caller flushes the store: a cache that is alive delays the reordering of segments.
-    """
-    run(StoredCache.over(model, storage, method, CacheOptions(record=False, tag=tag)), torch.cat([prompt, prompt[-1:]]))
 
 
 @torch.no_grad()
