@@ -144,7 +144,8 @@ class FolderBackend(SegmentBackend):
         return sum(sum(by_name.values()) for by_name in sizes)
 
     def free(self) -> int | None:
-        return shutil.disk_usage(self.root).free
+        total, _, free = shutil.disk_usage(self.root)
+        return free if total else None  # some file systems report no sizes, such as ramfs
 
     def clean_up(self, dry_run: bool = False) -> tuple[dict[str, int], bool]:
         return self.files.remove_orphans(dry_run)

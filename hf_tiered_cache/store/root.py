@@ -59,7 +59,7 @@ class Temporary:
         write_all(self.file.fileno(), data, offset)
 
     def nbytes(self) -> int:
-        return os.fstat(self.file.fileno()).st_blocks * 512
+        return nbytes_of(os.fstat(self.file.fileno()))
 
     def publish(self, replace: bool) -> None:
         files, kind, name, temporary_name = self._files, self._kind, self._name, self.path.name

@@ -25,6 +25,7 @@ from hf_tiered_cache.store.kinds import PAGE_BYTES, PIN, SCHEMA_MARK
 from hf_tiered_cache.store.quota import Limits
 from hf_tiered_cache.store.root import StoreRoot
 from hf_tiered_cache.store.segment import SegmentReader
+from hf_tiered_cache.store.tree import nbytes_of
 
 
 def orphan_in(root):
@@ -662,6 +663,15 @@ def test_the_free_space_floor_is_kept(tmp_path, monkeypatch):
     assert store.index.catalogue.ids() == {kept.id}  # giving it up would not have been enough
     monkeypatch.setattr(shutil, "disk_usage", lambda _: real._replace(free=(1 << 30) - 100_000))
     assert not store.publish(*segment(hashes(1, "little")))
+
+
+def test_a_file_system_that_reports_no_sizes_has_room_and_files_count_by_length(tmp_path, monkeypatch):
+    store = open_store(tmp_path / "store", floor=1 << 20)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: (0, 0, 0))  # ramfs
+    publish(store, seed="stored")
+    with open(tmp_path / "no blocks", "wb") as file:
+        file.truncate(5000)
+    assert nbytes_of(os.stat(tmp_path / "no blocks")) == 5000
 
 
 # --- damage
