@@ -275,6 +275,14 @@ def test_what_is_precomputed_is_durable_and_can_be_pinned(model, tmp_path):
 # --- sharing
 
 
+def test_pinned_prompts_that_do_not_fit_are_counted_and_the_others_are_stored(model, tmp_path):
+    with KVStore(tmp_path, disk_quota="700KiB") as store:
+        report = store.precompute(model, [prompt(160, seed=seed)[0] for seed in range(12)], pin=True, progress=False)
+        stored = {row.id for row in store.segments()}
+        assert 0 < report.stored < report.tokens and store.stats.dropped_writes
+        assert store.pinned() == stored and len(stored) * 160 == report.stored
+
+
 def test_a_salt_keeps_stores_apart(model, tmp_path):
     with KVStore(tmp_path, salt="secret") as store:
         store.precompute(model, prompt(100), progress=False)

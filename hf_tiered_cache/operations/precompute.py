@@ -104,7 +104,7 @@ def precompute(
             segments = cache.store_now()
             if pin:
                 storage.writer.flush()
-                storage.disk.pin(segments)
+                storage.disk.pin([row.id for row in storage.disk.index.live(segments) or ()])  # the others had no room
             stats.append(cache.stats)
     storage.flush()  # a failed write is subtracted from the statistics
     restored = sum(request.tokens_restored for request in stats)
