@@ -9,8 +9,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from difflib import get_close_matches
+from functools import wraps
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def suggest(name: object, names: Iterable[str], advice: str) -> str:
@@ -157,3 +162,29 @@ class LostKVError(TieredCacheError):
             "TieredCache: intact stored KV is restored, and the rest is computed"
         )
         self.segment = segment
+
+
+# --- errors of files
+
+
+class _Placed(Protocol):
+    @property
+    def place(self) -> str: ...
+
+
+S = TypeVar("S", bound=_Placed)
+
+
+def naming_place(operation: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
+    """Return a method of a store that raises a StoreError with the place instead of the OSError of one of its files."""
+
+    @wraps(operation)
+    def run(store: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return operation(store, *args, **kwargs)
+        except OSError as error:
+            raise StoreError(
+                f"a file of {store.place} cannot be read or changed ({error}); check its permissions and the disk"
+            ) from error
+
+    return run

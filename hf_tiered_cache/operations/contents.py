@@ -15,7 +15,7 @@ from tqdm.auto import tqdm
 
 from ..cache.conversation import remove_conversations
 from ..cache.storage import Storage
-from ..errors import ConfigError, StoreError
+from ..errors import ConfigError, StoreError, naming_place
 from ..stats import StoreStats
 from ..store import maintain
 from ..store.catalogue import SegmentRow
@@ -39,6 +39,7 @@ class StoreContents:
         """Return the stored segments, most recently used last. Raises StoreError if the catalogue fails."""
         return self._opened.disk.index.rows()
 
+    @naming_place
     def verify(self, *, progress: bool = False, repair: bool = False) -> maintain.VerifyReport:
         """Read all stored bytes, verify all checksums, and report damaged segments.
 
@@ -58,6 +59,7 @@ class StoreContents:
         finally:
             storage.check_open()
 
+    @naming_place
     def gc(self, *, dry_run: bool = False) -> maintain.GcReport:
         """Delete data that no request can use, and evict segments above the quota, unless that would not be enough.
 
@@ -84,6 +86,7 @@ class StoreContents:
         finally:
             storage.check_open()
 
+    @naming_place
     def remove(self, ids: Iterable[str]) -> int:
         """Delete segments by id. Return the number of segments deleted."""
         return self._opened.remove(ids)
@@ -100,6 +103,7 @@ class StoreContents:
         """Return the suspended conversations, most recently used last, with their contents and current user."""
         return self._storage.conversations.listed(self.segments())
 
+    @naming_place
     def remove_conversation(self, conversation_id: str) -> int:
         """Delete a conversation, and its unpinned segments that no other conversation uses.
 
@@ -111,9 +115,8 @@ class StoreContents:
         Raises:
             ConfigError: There is no conversation with this id.
             ConversationInUseError: A cache uses the conversation.
-            StoreError: Not all stored segments are known, or another conversation's record is damaged, or of a newer
-                version of the library.
-            OSError: Another conversation's record cannot be read.
+            StoreError: Not all stored segments are known, or another conversation's record is unreadable, damaged or of
+                a newer version of the library.
         """
         return remove_conversations(self._opened, [conversation_id])
 
@@ -126,6 +129,7 @@ class StoreContents:
         infos = self._storage.documents.listed(self.segments())
         return [info for info in infos if label in (None, info.label)]
 
+    @naming_place
     def remove_document(self, label: str) -> int:
         """Delete a document, and its passages that no other label names, including pinned ones.
 
@@ -136,9 +140,8 @@ class StoreContents:
 
         Raises:
             ConfigError: There is no document with this label.
-            StoreError: Not all stored segments are known, or another document's record is damaged, or of a newer
-                version of the library.
-            OSError: Another document's record cannot be read.
+            StoreError: Not all stored segments are known, or another document's record is unreadable, damaged or of a
+                newer version of the library.
         """
         return remove_documents(self._opened, [label])
 
@@ -146,6 +149,7 @@ class StoreContents:
         """Return the known facts about each model that has segments in the store, by fingerprint."""
         return self._opened.disk.index.models()
 
+    @naming_place
     def pinned(self) -> set[str]:
         """Return the ids of the pinned segments."""
         return self._opened.disk.backend.pinned()
@@ -166,6 +170,7 @@ class StoreContents:
         """
         return self._rewrite_segments(self._storage.rewriter.reorder, ids, "reorder", progress)
 
+    @naming_place
     def _rewrite_segments(
         self, action: Callable[[str], bool], ids: Iterable[str] | None, name: str, progress: bool
     ) -> int:
@@ -178,6 +183,7 @@ class StoreContents:
         storage.disk.sync()
         return changed
 
+    @naming_place
     def clear(self, *, disk: bool = False) -> None:
         """Drop all blocks from host and device memory.
 
@@ -301,22 +307,22 @@ def enter_documents(
     if not storage.disk.backend.writable:
         raise StoreError(f"{storage.place} is not writable, so labels cannot be saved")
     documents = storage.documents
-    with storage.disk.backend.locked():
-        before = {record.label: documents.read(*record.key) for record in records}
-        rows = storage.disk.index.rows()
-        kept = [label for label in incomplete if (old := before[label]) is not None and rows_of(old.passages, rows)]
-        records = [record.in_place_of(before[record.label]) for record in records if record.label not in kept]
-        passage_names = {name for record in records for name in record.passages}
-        kept_ids = [row.id for row in rows_of(passage_names, rows)]
-        storage.disk.make_room(sum(aligned(len(record.encode()), ALIGNMENT) for record in records), kept_ids)
-        try:
+    try:
+        with storage.disk.backend.locked():
+            before = {record.label: documents.read(*record.key) for record in records}
+            rows = storage.disk.index.rows()
+            kept = [label for label in incomplete if (old := before[label]) is not None and rows_of(old.passages, rows)]
+            records = [record.in_place_of(before[record.label]) for record in records if record.label not in kept]
+            passage_names = {name for record in records for name in record.passages}
+            kept_ids = [row.id for row in rows_of(passage_names, rows)]
+            storage.disk.make_room(sum(aligned(len(record.encode()), ALIGNMENT) for record in records), kept_ids)
             documents.write(records)
-        except OSError as error:
-            raise StoreError(
-                f"labels cannot be saved in {storage.place} ({error.strerror or error}); check its space and "
-                "permissions. Passages that are stored stay"
-            ) from error
-        return _delete_replaced(storage, [record for record in records if record.leaving]), kept
+            return _delete_replaced(storage, [record for record in records if record.leaving]), kept
+    except OSError as error:
+        raise StoreError(
+            f"labels cannot be saved in {storage.place} ({error.strerror or error}); check its space and "
+            "permissions. Passages that are stored stay"
+        ) from error
 
 
 def find_documents(storage: Storage, labels: Collection[str]) -> list[DocumentRecord]:
@@ -374,12 +380,12 @@ def _delete_replaced(storage: Storage, records: Sequence[DocumentRecord]) -> int
     """Delete the replaced passages of these records, and update the records. Return the number of segments deleted."""
     if not records:
         return 0
+    removed = 0
     try:
         unshared_names = storage.documents.only_of((), {name for record in records for name in record.leaving})
         rows = rows_of(unshared_names, storage.disk.index.complete_rows())
         removed = storage.remove(row.id for row in rows)
+        storage.documents.write([replace(record, leaving=()) for record in records])
     except (StoreError, OSError) as error:  # an unreadable record may name any passage
         storage.disk.warn("documents", f"replaced passages of documents could not be deleted yet: {error}")
-        return 0
-    storage.documents.write([replace(record, leaving=()) for record in records])
     return removed

@@ -218,18 +218,20 @@ class Space:
         """Pin segments, which protects them from eviction, or unpin them. Raises ConfigError or StoreError."""
         self.check_writable()
         ids = list(ids)
-        with self.backend.locked():  # else a segment could be evicted that was just pinned
-            stored = self.index.ids() if pinned else None
-            unknown = set[str]() if stored is None else set(ids) - stored
-            if not unknown:
-                try:
+        try:
+            with self.backend.locked():  # else a segment could be evicted that was just pinned
+                stored = self.index.ids() if pinned else None
+                unknown = set[str]() if stored is None else set(ids) - stored
+                if not unknown:
                     for segment_id in ids:
                         self.backend.pin(segment_id, pinned)
-                except FileExistsError as error:
-                    raise StoreError(error.strerror) from error
-                unknown = {name for name in ids if pinned and self.backend.find(name) is None}  # deleted meanwhile
-                for segment_id in unknown:
-                    self.backend.pin(segment_id, False)
+                    unknown = {name for name in ids if pinned and self.backend.find(name) is None}  # deleted meanwhile
+                    for segment_id in unknown:
+                        self.backend.pin(segment_id, False)
+        except OSError as error:
+            raise StoreError(
+                f"pins cannot be changed in {self.place} ({error.strerror or error}); check its space and permissions"
+            ) from error
         if unknown:
             raise ConfigError(
                 f"segment {min(map(str, unknown))!r} does not exist; store.segments() lists all segments, and "

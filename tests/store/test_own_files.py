@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -10,6 +11,7 @@ import sqlite3
 import stat
 import sys
 from contextlib import closing, suppress
+from unittest.mock import Mock
 
 import processes
 import pytest
@@ -18,9 +20,10 @@ from hypothesis import event, example, given, settings
 from hypothesis import strategies as st
 
 from hf_tiered_cache import KVStore, TieredCache, cli
-from hf_tiered_cache.errors import StoreError, TieredCacheError
+from hf_tiered_cache.errors import ConfigError, StoreError, TieredCacheError
 from hf_tiered_cache.methods import CacheTune, ContiguousKV, Exact
 from hf_tiered_cache.store.kinds import CATALOGUE_LOCK, LOCK, PAGE_BYTES, SEGMENT, SIDECAR, TEMPORARY, kind_of
+from hf_tiered_cache.store.root import StoreRoot
 
 FOLDERS = ["segments", "beside", "tmp", "pins", "conversations", "documents"]
 IN_THE_ROOT = [
@@ -528,3 +531,40 @@ def test_a_store_that_cannot_be_written_says_so_in_one_sentence(whole, model, tm
         assert err.splitlines()[-1].startswith(f"hf-tiered-cache: {root} is not writable"), err
     kept = {path: seen for path, seen in before.items() if path.is_file()}
     assert {path: look(path)[path] for path in kept} == kept
+
+
+@pytest.mark.parametrize("failing", ["lock", "list_names"])
+def test_a_file_that_cannot_be_used_is_reported_in_one_sentence_that_names_the_store(
+    whole, model, tmp_path, monkeypatch, failing
+):
+    root = tmp_path / "store"
+    shutil.copytree(whole, root)
+    with KVStore(root, engine="posix") as store:
+        ids = [row.id for row in store.segments()]
+        error = PermissionError(errno.EACCES, "Permission denied", "x")
+        monkeypatch.setattr(StoreRoot, failing, Mock(side_effect=error))
+        raised = []
+        for action in (
+            store.gc,
+            store.verify,
+            store.pinned,
+            lambda: store.clear(disk=True),
+            lambda: store.remove(ids[:1]),
+            lambda: store.pin(ids[1:]),
+            lambda: store.relayout(ContiguousKV(budget=0.5), progress=False),
+            lambda: store.remove_conversation("alice"),
+            lambda: store.remove_document("a"),
+            lambda: store.precompute(model, prompt(40, seed=5), pin=True, progress=False),
+            lambda: store.precompute(
+                model, [prompt(48, seed=6)[0]], passages=True, labels=["c"], method=CacheTune(), progress=False
+            ),
+        ):
+            try:
+                action()
+            except ConfigError:  # a document that cannot be read does not exist
+                pass
+            except StoreError as error:
+                raised.append(str(error))
+        monkeypatch.undo()
+    assert len(raised) >= 2
+    assert all(str(root) in message and "\n" not in message for message in raised), raised
