@@ -9,6 +9,7 @@ is allocated for its request.
 from __future__ import annotations
 
 import itertools
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -16,6 +17,7 @@ from functools import partial
 
 import numpy as np
 
+from ..errors import StoreClosedError
 from ..store.lazy import torch
 from ..store.segment import read_batch
 from .collector import StatsCollector
@@ -43,7 +45,11 @@ class Residency(TierSet):
         A prefetch (`ahead`) drops blocks that exceed the budgets; otherwise memory is allocated for them. Blocks that
         the same pass requests `later` stay in memory until the release: without this, a prefix that does not fit evicts
         its own blocks before their turn, and reads them again.
+
+        Raises StoreClosedError in a process forked after the store was opened.
         """
+        if os.getpid() != self._pid:  # it has neither the threads, nor locks that other threads held
+            raise StoreClosedError("the store was opened before this process was forked; open it again")
         handle = BlockHandle(requests, self.confirm, self.retire)
         try:
             with self._lock, self._guard:

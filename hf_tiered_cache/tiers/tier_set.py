@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
@@ -67,6 +68,7 @@ class TierSet:
         self._lock = threading.Lock()
         self._guard = RepairGuard(self._repair)
         self._clock = 0
+        self._pid = os.getpid()
         self._read_worker = Worker()  # a read interrupted while starting could not be undone
         self._slab_worker: Worker | None = None
         self._allocates_ahead = self._is_allocating = False

@@ -7,11 +7,14 @@ import os
 import signal
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import pytest
+from families import build, prompt
 from segments import hashes, open_store, segment
 
+from hf_tiered_cache import KVStore, TieredCache
+from hf_tiered_cache.errors import LostKVError
 from hf_tiered_cache.store import database
 from hf_tiered_cache.store import root as root_module
 from hf_tiered_cache.store.backends import sqlite
@@ -224,3 +227,21 @@ def test_threads_that_fork_at_once_do_not_wait_for_each_other(tmp_path):
         thread.join()
     assert time.monotonic() - started < 5
     assert all(store.publish(*segment(hashes(4))) for store in stores)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_child_that_decodes_with_its_parents_cache_waits_for_no_thread_of_the_parent(tmp_path):
+    model, method = build("llama"), "kv_drive:budget=0.25"
+    with KVStore(tmp_path, host_memory=0) as store:
+        store.precompute(model, prompt(160), method=method, progress=False)
+        cache = TieredCache(model, store, method=method)
+        model.generate(prompt(167), past_key_values=cache, do_sample=False, max_new_tokens=2)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(60)  # which ends it
+            with suppress(LostKVError):
+                for seed in range(8):
+                    model(input_ids=prompt(1, seed=seed), past_key_values=cache)
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        model(input_ids=prompt(1), past_key_values=cache)
