@@ -172,7 +172,9 @@ class Fingerprinter:
         with self._lock, self._guard:
             self._forget_changes()
             self._describe()
-            if self._weights.refresh():
+            if self._weights.has_moved():
+                self._read_again()
+            elif self._weights.refresh():
                 self._identities = {}
 
     def rows_have_adapters(self) -> bool:

@@ -178,7 +178,11 @@ class WeightDigests:
 
 
 class HostMemory:
-    """Weights in host memory, read by the CPU. `read` uses several threads, since hashing releases the GIL."""
+    """Weights in host memory, read by the CPU. `read` uses several threads, since hashing releases the GIL.
+
+    `share_memory`, also of a model that `torch.multiprocessing` sends to a process, frees memory that tensors had.
+    After that only `unchanged` may be called (see `WeightDigests.has_moved`).
+    """
 
     def __init__(self, bytes: _Numbered) -> None:
         views = [(number, data.numpy().data) for number, data in bytes]
@@ -187,6 +191,7 @@ class HostMemory:
         ]
         self._tensors = np.array([number for number, _ in rows])  # tensor number of each row
         self._rows = [row for _, row in rows]
+        self._tensor_rows = [row for _, data in bytes for row in data.split(ROW_BYTES)]
         self._windows = [view[:WINDOW_BYTES] for _, view in views]
         self._turns = itertools.cycle(list(_turns(map(len, self._rows), REREAD_BYTES)))
         self.digests = np.zeros(len(rows), np.uint64)
@@ -202,7 +207,9 @@ class HostMemory:
     def unchanged(self) -> bool:
         """Return whether all bytes are unchanged. Any thread may call this."""
         # in the calling thread: the writer may call this at interpreter exit, when no thread can be started
-        return self._digests_of(range(len(self._rows))) == self.digests.tolist()
+        # of copies: `map` keeps the GIL from reading an address to the end of the copy, so that nobody frees the memory
+        copies = map(bytes, map(torch.Tensor.numpy, self._tensor_rows))
+        return list(map(xxh3, copies)) == self.digests.tolist()
 
     def _digests_in_threads(self, rows: np.ndarray) -> list[int]:
         runs = np.array_split(rows, len(rows) // _RUN_ROWS + 1)

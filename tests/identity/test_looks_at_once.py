@@ -78,6 +78,19 @@ def test_weights_hold_only_by_a_read_that_has_ended(monkeypatch):
     assert name() != identity.fingerprint
 
 
+def test_weights_hold_though_their_memory_was_freed():
+    """`share_memory` frees it, for example as `torch.multiprocessing` sends the model to another process."""
+    model = build("llama")
+    name = Fingerprinter(model)
+    identity = name.look()
+    model.share_memory()
+    assert identity.weights_held(time.monotonic())
+    model.model.layers[1].mlp.up_proj.weight.data.neg_()
+    assert not identity.weights_held(time.monotonic())
+    name.refresh()
+    assert name() == fingerprint(model) != identity.fingerprint
+
+
 @pytest.mark.parametrize("reads", [False, True])
 @pytest.mark.parametrize("edit", [edit_in_place, replace_memory, replace_parameter])
 def test_a_look_after_an_interrupted_one_finds_the_change(monkeypatch, edit, reads):
