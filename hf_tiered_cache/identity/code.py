@@ -105,6 +105,7 @@ class CodeDescription(Description):
         self._names: set[str] = set()  # names that user code or another installed package refers to
         self._called: set[str] = set()  # names that any described code refers to, or described texts
         self._user_classes: dict[type, str] = {}  # classes with members in user code, with their locations
+        self._package_classes: dict[type, str] = {}  # classes of objects that were described, with their locations
         self._loggers: dict[int, logging.Logger] = {}  # that user code refers to
         self._ignored: list[tuple[str, dict[str, Any], str, set[str]]] = []  # attributes that no code is known to read
 
@@ -144,6 +145,9 @@ class CodeDescription(Description):
             count = len(self._called)
             for kind, location in list(self._user_classes.items()):
                 named = {name for base in kind.__mro__ if origin_of_class(base) == USER for name in base.__dict__}
+                self._guard(self.add_members, location, kind, frozenset(named & self._called - uncalled(kind)), False)
+            for kind, location in list(self._package_classes.items()):
+                named = {name for base in kind.__mro__ if _holds_methods(base) for name in base.__dict__}
                 self._guard(self.add_members, location, kind, frozenset(named & self._called - uncalled(kind)), False)
             for location, module in list(self._held_modules.values()):
                 self._add_modules(location, [module], frozenset(self._names), USER)
@@ -362,10 +366,12 @@ class CodeDescription(Description):
     # --- classes
 
     def _describe_class(self, location: str, kind: type) -> None:
-        if origin_of_class(kind) != USER:  # of a package: calls of its constructors are not followed
+        names = NOTHING if issubclass(kind, NOT_CONSTRUCTED) else CONSTRUCTORS | {"__call__"}
+        if issubclass(kind, torch.autograd.Function):
+            names = frozenset({"forward"})  # which `apply` runs
+        elif origin_of_class(kind) != USER:  # of a package: calls of its constructors are not followed
             self._depth = LEAF
-        constructed = not issubclass(kind, NOT_CONSTRUCTED)
-        self.add_members(location, kind, CONSTRUCTORS | {"__call__"} if constructed else frozenset(), special=False)
+        self.add_members(location, kind, names, special=False)
 
     def add_members(self, location: str, kind: type, names: frozenset[str], special: bool = True) -> None:
         """Describe the members of a class with the given names, and the members that their code refers to.
@@ -392,6 +398,7 @@ class CodeDescription(Description):
                 self.add(location, type(kind))
         if special and kind not in self._with_special:
             self._with_special.add(kind)
+            self._package_classes[kind] = location
             pending |= {name for base in bases for name in base.__dict__ if is_special(name)}
         pending -= described | NO_MEMBER
         while pending:
@@ -420,6 +427,15 @@ class CodeDescription(Description):
             if not functions or name == "forward" or (name.startswith("__") and name.endswith("__")):
                 unnamed.add(name)
         return unnamed
+
+
+def _holds_methods(kind: type) -> bool:
+    """Return whether passes may call methods of a package's class on an object that they do not belong to.
+
+    The methods of torch and of the base classes of transformers have common names, which mean others in most code.
+    """
+    is_module_of_others = issubclass(kind, nn.Module) and origin_of_class(kind) == INSTALLED
+    return is_module_of_others or kind.__module__.startswith(("transformers.models.", "peft.tuners."))
 
 
 def _bind_operators(module: types.ModuleType, names: frozenset[str]) -> None:
