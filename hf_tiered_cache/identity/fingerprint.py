@@ -24,6 +24,7 @@ from .names import IRRELEVANT
 from .origin import USER, origin_of
 from .watch import (
     Places,
+    active_adapters,
     active_mode,
     adapter_state,
     changed_kernel,
@@ -320,6 +321,8 @@ def looks_ahead(model: PreTrainedModel) -> bool:
         return True
     if config.model_type == "doge" and (config.is_moe or _DOGE_LOSES_MASK):  # its router mixes the tokens of a pass
         return True
+    if any("lily_router" in module._modules and active_adapters(module) for module in model.modules()):
+        return True  # PEFT's Lily adapters route by the mean over the tokens of a pass
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
     return any(getattr(module, "is_causal", None) is False for module in (decoder or model).modules())
 

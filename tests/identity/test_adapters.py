@@ -76,3 +76,14 @@ def test_a_tuned_parameter_that_a_pass_registers_again_keeps_its_fingerprint():
     with torch.no_grad():
         base(prompt(4), use_cache=False)
     assert name() == fingerprint(base) == before
+
+
+def test_an_adapter_that_mixes_the_tokens_of_a_pass_looks_ahead_while_it_is_active():
+    if not hasattr(peft, "LilyConfig"):
+        pytest.skip("this version of PEFT has no such adapter")
+    base = build("llama")
+    tuned = peft.get_peft_model(base, peft.LilyConfig(target_modules=["k_proj"])).eval()
+    name = Fingerprinter(base)
+    assert name.look().looks_ahead
+    with tuned.disable_adapter():
+        assert not name.look().looks_ahead
