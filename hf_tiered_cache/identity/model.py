@@ -267,13 +267,15 @@ class ModelDescription(CodeDescription):
         self.words.append(type(config).__name__)
         if origin_of_class(type(config)) == USER:
             self.add_members(location, type(config), NOTHING, special=False)
+        state = {"model_type": type(config).model_type} | config.__dict__  # one that was saved has this setting itself
         for base in type(config).__mro__:
             self.watch.size(base.__dict__)
             for name, value in base.__dict__.items():
                 if type(value) in PLAIN and not (name.startswith("_") or name in IRRELEVANT or name in config.__dict__):
                     self.watch.member(base, name)
-                    self.words.append(f"{base.__qualname__}.{name} {value!r}")
-        for name, value in sorted(config.__dict__.items()):
+                    if name not in state:
+                        self.words.append(f"{base.__qualname__}.{name} {value!r}")
+        for name, value in sorted(state.items()):
             is_internal = name in ("_attn_implementation_internal", "_experts_implementation_internal")
             if name in IRRELEVANT or (name.startswith("_") and not is_internal):
                 self.ignore(location, config.__dict__, name)
@@ -285,7 +287,19 @@ class ModelDescription(CodeDescription):
                 self._guard(self._add_experts, value)
             else:
                 self.words.append(name)
-                self.add(f"{location}.{name}", value)
+                self._guard(self._add_setting, f"{location}.{name}", value)
+
+    def _add_setting(self, location: str, value: Any) -> None:
+        """Describe a value of a configuration, without the order of dictionaries, which is lost when it is saved."""
+        if type(value) is not dict or not all(type(key) is str for key in value):
+            self.add(location, value)
+            return
+        self.words.append(f"dict of {len(value)}")
+        self.watch.content(value)
+        for key in sorted(value):
+            self.add(f"{location} key", key)
+            if self.watch.item(value, key):
+                self._add_setting(f"{location}[{key!r}]", value[key])
 
     def _add_attention(self, name: Any) -> None:
         """Describe the attention function called `name` and its mask function.

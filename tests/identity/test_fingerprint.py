@@ -11,6 +11,7 @@ import torch
 from families import FAMILIES, build, longrope, prompt
 from thorough import some
 from torch.backends import ContextProp
+from transformers import AutoModelForCausalLM
 
 from hf_tiered_cache import KVStore, TieredCache, UnsupportedModelError
 from hf_tiered_cache.identity import Fingerprinter, fingerprint, rope_regime
@@ -72,6 +73,20 @@ def test_it_is_the_same_in_every_process_and_for_every_copy(family):
     one = build(family)
     assert fingerprint(one) == fingerprint(build(family)) == fingerprint(copy.deepcopy(one))
     assert fingerprint(one) != fingerprint(build(family, seed=1))
+
+
+def test_a_model_that_was_saved_and_loaded_keeps_it(tmp_path):
+    """Saving adds the type of the model to the configuration, and sorts what is in its dictionaries."""
+    rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 512}
+    model = build("llama", rope_parameters=rope)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert list(loaded.config.rope_parameters) != list(model.config.rope_parameters)
+    name = Fingerprinter(loaded)
+    before = name()
+    assert before == fingerprint(model)
+    loaded.config.rope_parameters["factor"] = 3.0
+    assert name() == fingerprint(loaded) != before
 
 
 def test_an_upgrade_of_the_library_or_its_format_leaves_what_is_stored(tmp_path, monkeypatch):
