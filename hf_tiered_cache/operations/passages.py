@@ -189,10 +189,13 @@ class _Call:
         made = f"{self._method.passages} {self._like.sink}"
         records = []
         for label in self.labels:
-            passages = [passage for passage in self.passages if label in passage.labels and passage.row is not None]
-            names = tuple(dict.fromkeys(passage_name(passage.row.chain) for passage in passages if passage.row))
-            tokens = sum(passage.stored_tokens for passage in passages)
-            records.append(DocumentRecord(label, fingerprint, made, names, tokens, now, now, model=dict(facts)))
+            tokens: dict[str, int] = {}  # a segment may store several passages that begin alike
+            for passage in self.passages:
+                if label in passage.labels and passage.row is not None:
+                    name = passage_name(passage.row.chain)
+                    tokens[name] = max(tokens.get(name, 0), passage.stored_tokens)
+            stored = tuple(tokens), sum(tokens.values())
+            records.append(DocumentRecord(label, fingerprint, made, *stored, now, now, model=dict(facts)))
         return records
 
     def incomplete(self) -> list[str]:

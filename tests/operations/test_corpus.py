@@ -89,6 +89,13 @@ def test_what_begins_another_passage_lies_in_it(store, model):
     assert store.remove_document("short") == 1
 
 
+def test_passages_that_one_segment_stores_count_once(store, model):
+    fill(store, model, [PASSAGES[0]], ["long"])
+    fill(store, model, [PASSAGES[0], PASSAGES[0][:48], PASSAGES[1]], ["report"] * 3)
+    info = store.documents("report")[0]
+    assert (info.passages, info.tokens, info.tokens_there) == (2, 160, 160)
+
+
 def test_a_replaced_document_leaves_nothing_behind(store, model):
     fill(store, model, PASSAGES[:2], ["report", "report"], pin=True)
     created = store.documents()[0].created
