@@ -54,6 +54,10 @@ class Contents:
             "encrypted": bool(row.key),
         }
 
+    def sidecar_bytes(self, ids: Iterable[str]) -> int:
+        """Return the number of bytes that the sidecars of these segments take on disk."""
+        return sum(sum(self.sidecars.get(segment_id, {}).values()) for segment_id in ids)
+
     def row_of(self, name: str) -> SegmentRow:
         """Return the only segment with an id that begins with `name`. Raises Refused if there is not exactly one."""
         matching_rows = [row for row in self.rows if row.id.startswith(name)] if name else []

@@ -140,9 +140,8 @@ def rm(
             rows = contents.of_model(model)
         else:
             rows = list({row.id: row for row in map(contents.row_of, segments or ())}.values())
-        nbytes = sum(row.nbytes + sum(contents.sidecars.get(row.id, {}).values()) for row in rows)
-        nbytes += sum(map(disk.nbytes_of, damaged))
         ids = [*(row.id for row in rows), *damaged]
+        nbytes = sum(row.nbytes for row in rows) + sum(map(disk.nbytes_of, damaged)) + contents.sidecar_bytes(ids)
         summary = f"{count(len(ids), 'segment')}, {format_bytes(nbytes)}"
         question = f"Delete all segments of {without_secrets(store)} ({summary})?"
         continuations = continuing(disk, rows)

@@ -151,7 +151,8 @@ class _Command(ABC):
                 show_removed(contents, rows)
             if not dry_run:
                 remove(storage, names)
-        nbytes, ids = sum(row.nbytes for row in rows), [row.id for row in rows]
+        ids = [row.id for row in rows]
+        nbytes = sum(row.nbytes for row in rows) + contents.sidecar_bytes(ids)
         if as_json:
             return print_json({"removed": names, "segments": ids, "bytes": nbytes, "dry_run": dry_run})
         summary = f"{count(len(names), self.noun)}, {count(len(rows), 'segment')}, {format_bytes(nbytes)}"

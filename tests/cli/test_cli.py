@@ -612,6 +612,16 @@ def test_documents_are_deleted_with_what_is_their_own(run, corpus):
     assert run("documents", root)[1] == "total: 0 documents, 0 passages, 0 tokens\n"
 
 
+def test_sidecars_count_in_the_bytes_of_a_deleted_document(run, corpus):
+    root, headers = corpus
+    opened = open_store(root)
+    assert opened.sidecars.keep(opened.reader(headers[0].id), "rankings", {"of": torch.ones(5000)}, {})
+    opened.close()
+    size = (root / "beside" / f"{headers[0].id}.rankings").stat().st_blocks * 512
+    row_bytes = json.loads(run("stat", root, headers[0].id, "--json")[1])["bytes"]
+    assert json.loads(run("documents", root, "rm", "report\x1b[31m 1", "--json")[1])["bytes"] == row_bytes + size
+
+
 def test_what_cannot_be_done_with_documents(run, corpus):
     root, _ = corpus
     for arguments, said in {
