@@ -60,7 +60,7 @@ except ImportError:  # before transformers 5.23
 logger = logging.getLogger("hf_tiered_cache")
 
 _CLIENT_ERRORS = (
-    *(ArithmeticError, AttributeError, ImportError, LookupError, TypeError, ValueError),
+    *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, TypeError, ValueError),
     *(RecursionError, jinja2.TemplateError),
 )
 """Errors that handlers raise for invalid values, which they do not check beforehand."""
