@@ -168,7 +168,7 @@ class Request:
         index = slice(int(positions[0]), None) if alike else to_device(positions, self.ids.device)
         for name in _PER_TOKEN:
             if kwargs.get(name) is not None:
-                kwargs[name] = _select_positions(kwargs[name], index)
+                kwargs[name] = _select_positions(kwargs[name], index).contiguous()  # as models may view them
         return kwargs
 
 

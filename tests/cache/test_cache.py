@@ -15,6 +15,7 @@ from transformers import (
     DynamicCache,
     GPT2Config,
     GPT2LMHeadModel,
+    LlamaForCausalLM,
     MambaConfig,
     MambaForCausalLM,
     Qwen3NextConfig,
@@ -140,6 +141,25 @@ def test_right_padding_reuses_nothing_and_is_right(model, store):
         assert torch.equal(
             ours, model(input_ids=ids, attention_mask=mask, past_key_values=reference, logits_to_keep=1).logits
         )
+
+
+class Viewing(LlamaForCausalLM):
+    """Model that views its arguments as one row, as Kosmos-2.5 does."""
+
+    def forward(self, input_ids=None, position_ids=None, logits_to_keep=0, **kwargs):
+        ids, positions = (values.view(-1).view(values.shape) for values in (input_ids, position_ids))
+        return super().forward(input_ids=ids, position_ids=positions, logits_to_keep=logits_to_keep, **kwargs)
+
+
+def test_rows_of_a_restored_batch_can_be_viewed_as_one(store):
+    model, ids = Viewing(build("llama").config).eval(), prompt(60, rows=2)
+    arguments = {"position_ids": torch.arange(60).repeat(2, 1), "logits_to_keep": 1}
+    for restored in (0, 96):
+        cache = TieredCache(model, store)
+        with torch.no_grad():
+            logits = model(input_ids=ids, past_key_values=cache, **arguments).logits
+            torch.testing.assert_close(logits, model(input_ids=ids, use_cache=False, **arguments).logits)
+        assert cache.stats.tokens_restored == restored
 
 
 def masks(model):
