@@ -16,6 +16,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..errors import ConfigError
+from ..reasons import bypassed
 from . import rope, rotary
 from .attention import PATCHES
 from .layers import PREFILL_CONTINUES_CACHE, base_model, cache_argument, devices_of
@@ -349,6 +351,8 @@ class _PrepareInputs(_Wrapper):
         cache = self.take_cache(kwargs)
         if not isinstance(cache, ServedCache):
             return self.original(input_ids, *args, **kwargs)
+        if kwargs.get("use_cache") is False:  # every pass would append the whole prompt to the cache again
+            raise ConfigError(bypassed("use_cache"))
         num_cached = cache.get_seq_length()
         is_first = kwargs.get("is_first_iteration") and kwargs.get("next_sequence_length", 0) is None
         if num_cached and is_first and not cache.is_followed:

@@ -182,6 +182,17 @@ def test_dynamic_int8_gets_a_note_when_it_is_attached(caplog):
 # --- arguments
 
 
+@pytest.mark.parametrize("arguments", [{"use_cache": False}, {}])
+def test_a_cache_for_generate_without_a_cache_is_refused(store, arguments):
+    """Every pass would append the whole prompt to it again. The setting may come from a checkpoint, as that of MPT."""
+    model = build("llama", use_cache=bool(arguments))
+    with pytest.raises(ConfigError, match="remove this setting from the call and the configurations"):
+        model.generate(prompt(20), past_key_values=TieredCache(model, store), max_new_tokens=2, **arguments)
+    cache = TieredCache(model, store)
+    answer = model.generate(prompt(20), past_key_values=cache, max_new_tokens=4, do_sample=False, use_cache=True)
+    assert torch.equal(answer, model.generate(prompt(20), max_new_tokens=4, do_sample=False))
+
+
 @pytest.mark.parametrize("wrong", [None, 3, ["kv-store"]])
 def test_a_store_is_a_store_or_a_path(wrong):
     with pytest.raises(ConfigError, match="store must be a KVStore or the path of one"):
