@@ -20,7 +20,7 @@ from ..restore.prefetch import PlanUnit, units_of
 from ..restore.schedule import RATIOS, STEEPNESS, Load, Streams, fastest, recompute_lengths
 from ..stats import TIERS
 from ..store import EXACT
-from ..store.codecs import RAW, make_codec
+from ..store.codecs import RAW, coded_provenance, make_codec
 from ..store.geometry import HASH_TOKENS
 from ..store.segment import UnstoredPrefixReader
 from ..tiers.residency import Residency
@@ -94,7 +94,8 @@ def calibration_for(storage: Storage, fingerprint: str, attachment: Attachment, 
     Without a measurement with this codec, the disk's costs are those of raw KV, scaled by the bytes.
     """
     model, codec = attachment.model, method.geometry.codec
-    calibration = prefix_calibration(storage, fingerprint, model.device, method.exact_provenance)
+    provenance = coded_provenance(EXACT, codec) if method.records_approximations else method.provenance
+    calibration = prefix_calibration(storage, fingerprint, model.device, provenance)
     if calibration.measured or codec == RAW:
         return calibration
     raw = prefix_calibration(storage, fingerprint, model.device, EXACT)
@@ -255,8 +256,8 @@ def with_measured_settings(
         if method.selects:
             warn_of_loss(storage, fingerprint, method)
     if isinstance(method, PrefixMethod):
-        may_recompute = bool(calibration.measured) if method.recompute == "auto" else method.recompute > 0
-        if may_recompute and can_recompute_prefix(attachment):
+        is_fixed = method.recompute not in ("auto", 0)
+        if (is_fixed or calibration.measured) and can_recompute_prefix(attachment):
             costs = calibration.at(max(tokens, _LIKELY_TOKENS))
             method = method.with_likely_recompute(_fastest_share(costs, attachment.depth), attachment.depth)
     return method

@@ -78,14 +78,9 @@ class Method(ABC):
         """
 
     @cached_property
-    def exact_provenance(self) -> str:
-        """Provenance of exact KV in the codec of this method."""
-        return coded_provenance(EXACT, self.geometry.codec)
-
-    @cached_property
     def provenance(self) -> str:
         """Name of the way this method computes KV, stored with it. Exact lookups find exact KV only."""
-        return self.exact_provenance
+        return coded_provenance(EXACT, self.geometry.codec)
 
     @cached_property
     def lossless(self) -> bool:
@@ -95,7 +90,7 @@ class Method(ABC):
     @cached_property  # read at every decoded token
     def records_approximations(self) -> bool:
         """True if KV computed after approximate KV is stored, under a provenance that exact lookups do not find."""
-        return self.provenance != self.exact_provenance
+        return self.provenance != coded_provenance(EXACT, self.geometry.codec)
 
     def coded(self, codec: str) -> Self:
         """Return this method with the store's codec, if it has none of its own."""

@@ -50,9 +50,9 @@ class PrefixMethod(Method):
         If nothing is recomputed, fewer and larger blocks are restored sooner. A geometry of the user's own is kept.
         `measured_share` is the fastest share to recompute; 0 without a calibration.
         """
-        share = measured_share if self.recompute == "auto" else self.recompute
+        fixed = 0.0 if self.recompute == "auto" else self.recompute
         can_recompute = self.lossless or self.records_approximations
-        return with_few_layers(self, layers) if share and can_recompute else self
+        return with_few_layers(self, layers) if (fixed or measured_share) and can_recompute else self
 
 
 @dataclass(frozen=True, kw_only=True)
