@@ -22,7 +22,7 @@ from ..patches.scope import follows_cache
 from ..restore.hashes import History, PrefixHasher
 from ..tiers.collector import StatsCollector
 from .conversation import Conversation
-from .cost_model import calibration_for, with_measured_settings
+from .cost_model import with_measured_settings
 from .observed import Pace
 from .recorder import Recorder
 from .request import ForwardArguments, Request, parse_request
@@ -157,10 +157,8 @@ class CacheState:
     def _new_sequence(self, cache: LayeredCache, request: Request, identity: Identity, regime: str) -> SequenceState:
         """Create the state of a sequence at its first pass, with the method's measured settings filled in."""
         store, attachment, fingerprint = self.store, self.attachment, identity.fingerprint
-        calibration = calibration_for(store, fingerprint, attachment, self.method)
-        self.method = method = with_measured_settings(
-            self.method, store, fingerprint, attachment, calibration, request.num_positions
-        )
+        method, calibration = with_measured_settings(self.method, store, fingerprint, attachment, request.num_positions)
+        self.method = method
         recorder = self.new_recorder(identity, regime, request.pads)
         return SequenceState(
             store,

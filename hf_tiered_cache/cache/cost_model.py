@@ -65,8 +65,7 @@ def choose_strategy(plan: Plan, sequence: SequenceState) -> tuple[Plan | None, s
     is_incomplete = bool(required.any())
     if not (decline or recompute or is_incomplete):
         return plan, ""
-    costs = sequence.calibration.at(plan.base + plan.suffix)
-    if recompute == "auto" and costs is None:
+    if recompute == "auto" and not sequence.calibration.measured:
         recompute = 0.0
         if not is_incomplete:
             return plan, ""
@@ -75,6 +74,7 @@ def choose_strategy(plan: Plan, sequence: SequenceState) -> tuple[Plan | None, s
         return None, reasons.PREFIX_NOT_STORED
     if not may_recompute:
         recompute = 0.0
+    costs = sequence.calibration.at(plan.base + plan.suffix)
     residency, device_of = store.residency, sequence.attachment.devices.__getitem__
     chosen_plan = fastest_plan(plan, required, recompute, decline, costs, residency, device_of, steepness)
     return chosen_plan, "" if chosen_plan is not None else reasons.SLOWER
@@ -238,14 +238,10 @@ def idle_recompute_ratio(tokens: int, layers: int, costs: PrefixCosts, stored: f
 
 
 def with_measured_settings(
-    method: Method,
-    storage: Storage,
-    fingerprint: str,
-    attachment: Attachment,
-    calibration: PrefixCalibration,
-    tokens: int,
-) -> Method:
-    """Return a method with what was measured for prompts of `tokens` tokens, and warn if it loses much."""
+    method: Method, storage: Storage, fingerprint: str, attachment: Attachment, tokens: int
+) -> tuple[Method, PrefixCalibration]:
+    """Return a method with what was measured for prompts of `tokens` tokens, and its costs. Warn if it loses much."""
+    calibration = calibration_for(storage, fingerprint, attachment, method)
     if isinstance(method, Passages):
         ratio = partial(calibrated_ratio, storage, fingerprint, attachment.model.device, tokens)
         method = with_few_layers(method.with_calibrated_ratio(ratio), attachment.depth)
@@ -260,7 +256,7 @@ def with_measured_settings(
         if (is_fixed or calibration.measured) and can_recompute_prefix(attachment):
             costs = calibration.at(max(tokens, _LIKELY_TOKENS))
             method = method.with_likely_recompute(_fastest_share(costs, attachment.depth), attachment.depth)
-    return method
+    return method, calibration
 
 
 def _fastest_share(costs: PrefixCosts | None, layers: int) -> float:

@@ -149,7 +149,7 @@ class DenseSource(KVBuffer, CacheLayerMixin):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Combine restored and computed positions, and return the keys and values that queries may see."""
         plan = restoring.plan
-        first = max(0, plan.first_position(self.window))
+        first = max(0, plan.first_position(self.window)) if self.window else 0
         may_preview = isinstance(plan, PassagesPlan) and plan.choice.compare_layer == self.index
         is_filled = may_preview and not self._scattered  # by the preview
         if is_filled:
