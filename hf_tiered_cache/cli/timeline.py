@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .output import Refused, Table, picture, plotting, replacing
+from .output import Refused, Table, picture, plotting, printable, replacing
 
 TRACKS = ("model", "cache", "disk")
 _MARK = "hf-tiered-cache timeline"
@@ -59,17 +59,20 @@ def read_trace(path: Path) -> list[Pass]:
     """Return the passes of a trace, in order. Raises Refused if the file is not a trace of this library."""
     try:
         text = path.read_text(encoding="utf-8").rstrip()
-        document = json.loads(text if text.endswith("]") else f"{text.rstrip(',')}]")
+        text = text if text.endswith("]") else f"{text.rstrip(',')}]"
+        document = json.loads(text, parse_constant=int)  # int("NaN") raises ValueError
         named = [event for event in document if event.get("ph") == "M"]
-        tracks = {event["tid"]: event["args"]["name"] for event in named if event["name"] == "thread_name"}
+        named = [event for event in named if event["name"] == "thread_name"]
+        tracks = {event["tid"]: TRACKS[TRACKS.index(event["args"]["name"])] for event in named}
         events = [event for event in document if event.get("ph") == "X"]
         passes = sorted((_pass(event) for event in events if event["name"] == "pass"), key=lambda one: one.began)
         begins = [one.began for one in passes]
         for event in events if passes else ():
             owner = passes[max(0, bisect_right(begins, event["ts"]) - 1)]  # the last one that began before
             if event["name"] != "pass" and owner.began <= event["ts"] <= owner.ended:
-                owner.events.append((tracks[event["tid"]], event["name"], event["ts"], event["dur"]))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+                name, duration = printable(event["name"]), float(event["dur"])
+                owner.events.append((tracks[event["tid"]], name, float(event["ts"]), duration))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise Refused(f"{path} is not a trace; make one with TieredCache(..., trace='trace.json')") from error
     if not passes:
         raise Refused(f"{path} holds no pass yet")

@@ -233,7 +233,11 @@ def test_the_command_draws_a_trace_and_sums_it(model, tmp_path):
     assert picture.read_bytes() == b"\x89PNG of somebody else"
     event = {"ph": "X", "name": "pass", "ts": 1, "dur": 1, "args": {"restored": 1, "computed": 1}}
     others = [event | {"ts": "soon"}, event | {"args": {"restored": "all", "computed": 1}}]
-    for text in (json.dumps({"some": "thing"}), "[" * 100_000, *(json.dumps([one]) for one in others)):
+    documents = [[one] for one in (*others, event | {"args": {"restored": float("inf"), "computed": 1}})]
+    track = {"ph": "M", "name": "thread_name", "tid": 1, "args": {"name": "model"}}
+    part = {"ph": "X", "name": "layer", "tid": 1, "ts": 1, "dur": 1}
+    documents += [[event, track | {"args": {"name": "main"}}, part], [event, track, part | {"dur": "long"}]]
+    for text in (json.dumps({"some": "thing"}), "[" * 100_000, *map(json.dumps, documents)):
         trace.write_text(text)
         result = CliRunner().invoke(app, ["timeline", str(trace)])
         assert "is not a trace; make one with TieredCache(..., trace='trace.json')" in str(result.exception)
