@@ -74,12 +74,15 @@ class StoreContents:
         """
         storage = self._opened
         try:
-            documents = finish_documents(storage, dry_run)
+            sidecars = storage.disk.sidecars.by_segment()
+            replaced, documents = finish_documents(storage, dry_run)
             # before anything is deleted, as in a dry run
             stored = {row.id for row in storage.disk.index.complete_rows(but_unreadable=True)}
             conversations = storage.conversations.sweep(stored | maintain.unlisted_intact(storage.disk), dry_run)
             report = maintain.gc(storage.disk, dry_run=dry_run)
             report.conversations, report.documents = len(conversations), len(documents)
+            report.freed_bytes += sum(row.nbytes + sidecars.get(row.id, 0) for row in replaced)
+            report.deleted |= {storage.disk.backend.where(row.id): "its document was replaced" for row in replaced}
             report.deleted |= dict.fromkeys(conversations, "its segments no longer exist")
             report.deleted |= dict.fromkeys(documents, "its passages no longer exist")
             return report
@@ -317,7 +320,7 @@ def enter_documents(
             kept_ids = [row.id for row in rows_of(passage_names, rows)]
             storage.disk.make_room(sum(aligned(len(record.encode()), ALIGNMENT) for record in records), kept_ids)
             documents.write(records)
-            return _delete_replaced(storage, [record for record in records if record.leaving]), kept
+            return len(_delete_replaced(storage, [record for record in records if record.leaving])), kept
     except OSError as error:
         raise StoreError(
             f"labels cannot be saved in {storage.place} ({error.strerror or error}); check its space and "
@@ -355,19 +358,19 @@ def remove_documents(storage: Storage, labels: Collection[str]) -> int:
     return removed
 
 
-def finish_documents(storage: Storage, dry_run: bool) -> list[str]:
+def finish_documents(storage: Storage, dry_run: bool) -> tuple[list[SegmentRow], list[str]]:
     """Delete replaced passages that a killed process did not delete, and records without stored passages.
 
-    Return the files of the records that were deleted, or with `dry_run` would be.
+    Return the segments, and the files of the records, that were deleted, or with `dry_run` would be.
     """
     if not dry_run:
         storage.disk.check_writable()
     with storage.disk.backend.locked():
-        if not dry_run:
-            _delete_replaced(storage, [record for record in storage.documents.all() if record.leaving])
+        pending = [record for record in storage.documents.all() if record.leaving]
+        replaced = _delete_replaced(storage, pending, dry_run)
         rows = storage.disk.index.complete_rows(but_unreadable=True)
         # which passages these are is not known
-        return [] if maintain.unlisted_intact(storage.disk) else storage.documents.sweep(rows, dry_run)
+        return replaced, [] if maintain.unlisted_intact(storage.disk) else storage.documents.sweep(rows, dry_run)
 
 
 def rows_of(names: Collection[str], rows: Iterable[SegmentRow]) -> list[SegmentRow]:
@@ -376,16 +379,18 @@ def rows_of(names: Collection[str], rows: Iterable[SegmentRow]) -> list[SegmentR
     return [row for name in sorted(names) for row in rows_by_passage.get(name, ())]
 
 
-def _delete_replaced(storage: Storage, records: Sequence[DocumentRecord]) -> int:
-    """Delete the replaced passages of these records, and update the records. Return the number of segments deleted."""
+def _delete_replaced(storage: Storage, records: Sequence[DocumentRecord], dry_run: bool = False) -> list[SegmentRow]:
+    """Delete the replaced passages of these records, and update the records. Return the deleted segments."""
     if not records:
-        return 0
-    removed = 0
+        return []
+    rows: list[SegmentRow] = []
     try:
         unshared_names = storage.documents.only_of((), {name for record in records for name in record.leaving})
         rows = rows_of(unshared_names, storage.disk.index.complete_rows())
-        removed = storage.remove(row.id for row in rows)
+        if dry_run:
+            return rows
+        storage.remove(row.id for row in rows)
         storage.documents.write([replace(record, leaving=()) for record in records])
     except (StoreError, OSError) as error:  # an unreadable record may name any passage
         storage.disk.warn("documents", f"replaced passages of documents could not be deleted yet: {error}")
-    return removed
+    return [row for row in rows if storage.disk.index.row(row.id) is None]

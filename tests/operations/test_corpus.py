@@ -154,6 +154,20 @@ def test_a_document_stays_if_the_new_one_cannot_be_stored(model, failing, number
     assert ("document 'report' was not replaced" in caplog.text) == bool(report.kept)
 
 
+def test_gc_names_the_replaced_passages_that_a_killed_process_has_left(store, model, monkeypatch):
+    fill(store, model, [PASSAGES[0]], ["report"])
+    (old,) = store.segments()
+    with monkeypatch.context() as killed:
+        killed.setattr(contents, "_delete_replaced", lambda storage, records: [])
+        fill(store, model, [PASSAGES[1]], ["report"])
+    before = store.stats.disk.bytes
+    report = store.gc(dry_run=True)
+    assert (lengths(store), list(report.deleted.values())) == ([64, 96], ["its document was replaced"])
+    assert store.gc().as_dict() == report.as_dict()
+    assert (lengths(store), before - store.stats.disk.bytes) == ([64], report.freed_bytes)
+    assert old.id in next(iter(report.deleted))
+
+
 def test_a_document_stays_if_there_is_no_room_for_the_new_one(root, model):
     with KVStore(root) as store:
         fill(store, model, PASSAGES[:1], ["report"])
