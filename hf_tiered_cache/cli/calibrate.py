@@ -161,7 +161,7 @@ def _check_together(context: typer.Context, requested: list[str]) -> None:
 
 def _lengths(prefix: str) -> list[int]:
     try:
-        return [int(length) for length in filter(None, prefix.split(","))]
+        return [int(length) for length in prefix.split(",")] if prefix else []
     except ValueError:
         raise Refused(f"--prefix {prefix} is invalid; pass lengths in tokens, such as 512,4096") from None
 

@@ -667,6 +667,7 @@ def test_what_cannot_be_done_with_documents(run, corpus):
         (("calibrate", "{store}", "--model", "nowhere", "--dtype", "nn"), "use auto, float32"),
         (("calibrate", "{store}", "--model", "{store}"), "cannot be loaded: the folder has no config.json; pass"),
         (("calibrate", "{store}", "--model", "nowhere", "--prefix", "4k"), "such as 512,4096"),
+        (("calibrate", "{store}", "--model", "nowhere", "--prefix", ","), "such as 512,4096"),
         (("calibrate", "new", "--model", "nowhere", "--quality", "0.1", "--text", "no.txt"), "no.txt: No such file"),
     ],
 )
