@@ -268,13 +268,14 @@ class _Generate(_Wrapper):
                 cache.continue_with(ids, copies, mask)
                 if cache.get_seq_length() and not PREFILL_CONTINUES_CACHE:
                     kwargs["prefill_chunk_size"] = None
-            token = _generating.set(self.attachment)
+            token, is_complete = _generating.set(self.attachment), False
             try:
                 output = self.original(*args, **kwargs)
+                is_complete = True
             finally:
                 _generating.reset(token)
-            if isinstance(cache, ServedCache) and _generating.get() is not self.attachment:
-                cache.end_generation()
+                if isinstance(cache, ServedCache):
+                    cache.end_generation(is_complete and _generating.get() is not self.attachment)
             return output
 
     def _session_call(self, kwargs: dict[str, Any]) -> AbstractContextManager[ServedCache | None]:

@@ -12,7 +12,7 @@ import torch
 from tqdm.auto import tqdm
 
 from .. import reasons
-from ..errors import EvictedError, LayerOrderError, LostKVError, RestoreError
+from ..errors import CacheMismatchError, EvictedError, LayerOrderError, LostKVError, RestoreError
 from ..layers import LayeredCache
 from ..methods import BudgetMethod, Passages, PrefixMethod
 from ..patches.scope import leave
@@ -57,6 +57,10 @@ class Executor(CacheState):
 
     def run(self, cache: LayeredCache, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
         """Run one forward pass of the model; `kwargs` holds all its arguments by name."""
+        if self.generates and not self.new_prompt and not cache.get_seq_length():
+            raise CacheMismatchError(
+                "this cache was emptied while generate() used it; call suspend() or reset() after generate()"
+            )
         conversation, is_prompt = self.conversation, self.unreported
         discards = is_prompt and self.generates and kwargs.get(_ROUTER_LOGITS) is None
         if discards and getattr(self.attachment.config, _ROUTER_LOGITS, False):

@@ -121,9 +121,11 @@ class StoredCache(Cache, ServedCache):
             self.end_generation()
         return output
 
-    def end_generation(self) -> None:
-        """End a `generate()`: check some of the restored tokens, if that is due (see `SpotChecks`)."""
+    def end_generation(self, may_check: bool = True) -> None:
+        """End a `generate()`, and with `may_check` check some restored tokens, if that is due (see `SpotChecks`)."""
         self._executor.generates = False
+        if not may_check:
+            return
         executor, checks = self._executor, self._executor.store.spot_checks
         run, executor.restored = executor.restored, None
         sequence = executor.sequence
@@ -152,7 +154,7 @@ class StoredCache(Cache, ServedCache):
         executor, sequence = self._executor, self._executor.sequence
         options = replace(executor.options, record=False, progress=False)
         again = StoredCache.over(self.model, executor.store, Exact(recompute=0.0, decline=False), options)
-        again._executor.generates = True  # exempt from spot checks
+        again._executor.generates, again._executor.new_prompt = True, len(tokens)  # exempt from spot checks
         with torch.no_grad():
             ids = tokens.to(executor.attachment.devices[0])[None]  # [1, tokens]
             self.attachment.forward(ids, again, logits_to_keep=HASH_TOKENS, **again.positions(ids))
@@ -197,7 +199,7 @@ class StoredCache(Cache, ServedCache):
                 self.crop(-dropped)
             except RuntimeError:  # a window or a selection cannot be cropped: try the store
                 self._start_over(executor.collector)
-        executor.new_prompt = 0 if self.get_seq_length() else input_ids.shape[1]
+        self._executor.new_prompt = 0 if self.get_seq_length() else input_ids.shape[1]
 
     # --- called by layers and generate()
 
@@ -265,7 +267,7 @@ class StoredCache(Cache, ServedCache):
         super().reset()  # type: ignore[no-untyped-call]
         was = self._executor
         self._executor = Executor(was.attachment, was.store, was.method, was.options, collector)
-        self._executor.conversation = was.conversation
+        self._executor.conversation, self._executor.generates = was.conversation, was.generates
 
     def _new_cache(self) -> Self:
         """Return an empty cache with the same settings."""

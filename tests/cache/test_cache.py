@@ -413,6 +413,27 @@ def test_inference_mode_may_come_and_go(tmp_path, family):
             assert again.stats.tokens_restored == 128
 
 
+@pytest.mark.parametrize("empty", [TieredCache.reset, TieredCache.suspend])
+def test_a_cache_that_is_emptied_within_generate_ends_it_with_an_error(store, empty):
+    """Its next token would be computed without all tokens before it."""
+    model = build("llama")
+    cache = TieredCache(model, store)
+
+    def emptying(ids, scores):
+        if ids.shape[1] == 73:
+            empty(cache)
+        return scores
+
+    with pytest.raises(CacheMismatchError, match="emptied while generate"):
+        model.generate(prompt(70), past_key_values=cache, logits_processor=[emptying], **GREEDY)
+    assert torch.equal(model.generate(prompt(70), past_key_values=cache, **GREEDY), plain(model, prompt(70)))
+    with pytest.raises(ZeroDivisionError):
+        model.generate(prompt(70), past_key_values=cache, logits_processor=[lambda *_: 1 // 0], **GREEDY)
+    empty(cache)
+    logits = model(input_ids=prompt(70), past_key_values=cache).logits[:, -1]
+    assert torch.allclose(logits, model(prompt(70)).logits[:, -1], atol=1e-5)
+
+
 def test_a_cache_that_is_reset_keeps_nothing_of_what_was(model, store):
     cache, recorders = TieredCache(model, store), []
     for seed in range(3):
