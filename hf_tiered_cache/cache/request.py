@@ -272,7 +272,8 @@ def parse_request(
         pads = padding
         if not _counts_on(kwargs, base, pads, num_positions, text):
             return ODD_POSITIONS
-    keep = kwargs.get("logits_to_keep", 0)
+    can_keep = "logits_to_keep" in arguments.defaults  # among other keywords, a model ignores it
+    keep = kwargs.get("logits_to_keep", 0) if can_keep else 0
     is_count = isinstance(keep, int) and keep > 0
     rest = num_positions if arguments.masks_images and text < num_positions else num_positions - text
     must_compute = max(min(keep, num_positions) if is_count else num_positions, rest)

@@ -25,7 +25,16 @@ from transformers import (
 )
 from transformers.models.bert.modeling_bert import BertLMHeadModel
 
-from hf_tiered_cache import CacheMismatchError, ConfigError, Exact, KVStore, TieredCache, UnsupportedModelError, detach
+from hf_tiered_cache import (
+    CacheMismatchError,
+    ConfigError,
+    Exact,
+    KVStore,
+    TieredCache,
+    UnsupportedModelError,
+    detach,
+    reasons,
+)
 from hf_tiered_cache.layers import DenseSource, sources_for
 from hf_tiered_cache.restore.rows import PlanContext
 
@@ -160,6 +169,23 @@ def test_rows_of_a_restored_batch_can_be_viewed_as_one(store):
             logits = model(input_ids=ids, past_key_values=cache, **arguments).logits
             torch.testing.assert_close(logits, model(input_ids=ids, use_cache=False, **arguments).logits)
         assert cache.stats.tokens_restored == restored
+
+
+class KeepingAll(LlamaForCausalLM):
+    """Model that takes any keyword and returns the logits of all tokens, as TrOCR does."""
+
+    def forward(self, input_ids=None, **kwargs):
+        return super().forward(input_ids=input_ids, **kwargs | {"logits_to_keep": 0})
+
+
+def test_logits_of_all_tokens_are_returned_if_the_model_ignores_another_number(store):
+    model = KeepingAll(build("llama").config).eval()
+    for _ in range(2):
+        cache = TieredCache(model, store)
+        with torch.no_grad():
+            logits = model(input_ids=prompt(40), past_key_values=cache, logits_to_keep=1).logits
+        assert logits.shape[1] == 40
+    assert cache.stats.reason == reasons.NO_LOGITS_TO_KEEP
 
 
 def masks(model):

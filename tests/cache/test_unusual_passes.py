@@ -22,10 +22,10 @@ QUIET = {"spot_checks": 0.0}
 class Scaled(LlamaForCausalLM):
     """Model with an argument that is no tensor, and changes the meaning of tokens."""
 
-    def forward(self, input_ids=None, alpha=0.0, **kwargs):
+    def forward(self, input_ids=None, alpha=0.0, logits_to_keep=0, **kwargs):
         embeds = self.model.embed_tokens(input_ids) * (1 + (alpha or 0))
-        outputs = self.model(inputs_embeds=embeds, **{k: v for k, v in kwargs.items() if k != "logits_to_keep"})
-        outputs.logits = self.lm_head(outputs.last_hidden_state)[:, -kwargs.get("logits_to_keep", 0) :]
+        outputs = self.model(inputs_embeds=embeds, **kwargs)
+        outputs.logits = self.lm_head(outputs.last_hidden_state)[:, -logits_to_keep:]
         return outputs
 
 
@@ -350,10 +350,10 @@ def test_a_pass_during_which_an_engine_begins_is_run_again(scaled, tmp_path, rec
 class Numbered(LlamaForCausalLM):
     """Model that numbers its tokens by an argument that transformers has for code from elsewhere."""
 
-    def forward(self, input_ids=None, cache_position=None, **kwargs):
+    def forward(self, input_ids=None, cache_position=None, logits_to_keep=0, **kwargs):
         if cache_position is not None:
             kwargs["position_ids"] = cache_position.unsqueeze(0)
-        return super().forward(input_ids=input_ids, **kwargs)
+        return super().forward(input_ids=input_ids, logits_to_keep=logits_to_keep, **kwargs)
 
 
 @pytest.fixture(scope="module")
