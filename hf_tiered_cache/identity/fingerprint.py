@@ -17,8 +17,9 @@ from transformers import PreTrainedModel
 
 from ..patches.attach import Attachment
 from ..store.threads import RepairGuard, fork_lock
-from .code import CodeDescription, Statics
+from .code import CodeDescription
 from .description import PLAIN, Undescribable, cached_functions
+from .functions import Statics
 from .model import ModelDescription, unpaged
 from .names import IRRELEVANT
 from .origin import USER, origin_of

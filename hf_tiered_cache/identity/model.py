@@ -1,16 +1,9 @@
-"""Description of a model: its modules, hooks, methods, configurations and adapters.
-
-Hooks, replaced methods and attention functions of trusted packages are described, or ignored if they change no result.
-Those of other code are a problem: passes of the model run without the store unless the user names the code with
-`TieredCache(tag=...)`.
-"""
+"""Description of a model: its modules, configurations, adapters, and the functions that these choose by name."""
 
 from __future__ import annotations
 
-import functools
 import inspect
 import sys
-import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,7 +11,6 @@ import torch
 from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn.modules import module as torch_module
-from torch.utils.module_tracker import ModuleTracker
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -28,10 +20,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..errors import UnsupportedModelError
 from ..patches.layers import offloaded
 from ..patches.replacement import ADDED, Replacement
-from .code import LEAF, NOTHING, CodeDescription, Statics
+from .code import CodeDescription
 from .description import PLAIN, Undescribable
+from .functions import LEAF, NOTHING, Statics
 from .names import ADAPTER_STATE, IRRELEVANT, UNRELATED
-from .origin import PYTHON, TRUSTED, USER, compiled_from, home_of, origin_of, origin_of_class
+from .origin import PYTHON, TRUSTED, USER, home_of, origin_of_class
+from .runners import METHODS, RunnerDescription
 from .watch import (
     Places,
     Watch,
@@ -44,19 +38,8 @@ from .watch import (
     varying_kinds,
 )
 
-_METHODS = ("forward", "_call_impl", "_compiled_call_impl")
-"""Methods that run a module and may be replaced by an attribute of the module."""
-_DESCRIBED_OTHERWISE = frozenset({"_hf_hook", "_old_forward", "_hf_tiered_cache", *ADDED, *_METHODS})
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+_DESCRIBED_OTHERWISE = frozenset({"_hf_hook", "_old_forward", "_hf_tiered_cache", *ADDED, *METHODS})
 _GLOBAL_HOOKS = ("_global_forward_pre_hooks", "_global_forward_hooks")
-_OURS = "hf_tiered_cache"
-_OBSERVERS = frozenset({"accelerate", "transformers"})
-"""Packages with hooks that only move or observe tensors."""
-_MOVERS = frozenset({"ModelHook", "SequentialHook", "AlignDevicesHook", "CpuOffload"})
-"""Hooks of accelerate that only move tensors."""
-_WATCHED = frozenset(
-    {*_HOOKS, *_METHODS, "_parameters", "_buffers", "_modules", "training", "_hf_hook", "_old_forward"}
-)
 _CALLED = frozenset({"forward", "__call__"})
 _LOOKUPS = frozenset({"__getattribute__", "__getitem__", "get", "get_interface"})
 """Methods of a registry that find a function."""
@@ -64,7 +47,7 @@ _SWITCHED_EXPERTS = (None, "grouped_mm", "batched_mm")
 """Names of the functions for experts that `generate()` exchanges on a GPU between a prompt and the tokens after it."""
 
 
-class ModelDescription(CodeDescription):
+class ModelDescription(RunnerDescription):
     """Description of a model, which the constructor makes.
 
     For `statics` see `CodeDescription`, and for `unsteady` see `Watch`.
@@ -79,7 +62,6 @@ class ModelDescription(CodeDescription):
         self._trains = self._in_training = False
         self._model = model
         self._text = model.config.get_text_config(decoder=True)
-        self._checked: dict[type, bool] = {}  # class that is not described -> whether it runs user code
         self._idle = NOTHING  # inactive adapters that parts of the next module may belong to
         self._head = self.original("the output head", model.get_output_embeddings())
         self._head_parts: list[tuple[str, torch.Tensor]] = []
@@ -98,7 +80,7 @@ class ModelDescription(CodeDescription):
 
     def _add_model(self, model: PreTrainedModel) -> None:
         for name in _GLOBAL_HOOKS:
-            self._add_hooks("all modules", getattr(torch_module, name))
+            self.add_hooks("all modules", getattr(torch_module, name))
         for kind in (torch.Tensor, nn.Parameter):
             self.watch.size(kind.__dict__)
             self._depth = LEAF
@@ -122,7 +104,7 @@ class ModelDescription(CodeDescription):
         if type(value) is OptimizedModule:  # passes with a tiered cache run uncompiled
             self.watch.type_of(value)
             self.watch.item(value._modules, "_orig_mod")
-            self._add_runners(location, value)
+            self.add_runners(location, value)
             return self.original(location, value._modules["_orig_mod"])
         tuner = isinstance(value, nn.Module) and is_tuner(value)
         base = next((name for name in _BASES if name in value._modules), "") if tuner else ""
@@ -130,8 +112,8 @@ class ModelDescription(CodeDescription):
             self.tuned.append(value)
             self.watch.type_of(value)
             self.watch.item(value._modules, base)
-            self._add_runners(location, value)
-            self._check_class(f"the code of {location}", type(value), _CALLED)
+            self.add_runners(location, value)
+            self.check_class(f"the code of {location}", type(value), _CALLED)
             return self.original(location, value._modules[base])
         return value
 
@@ -145,7 +127,7 @@ class ModelDescription(CodeDescription):
         idle, self._idle = self._idle, NOTHING
         self.watch.type_of(module)
         self.origins.update(map(origin_of_class, kind.__mro__))
-        self._add_runners(location or kind.__name__, module)
+        self.add_runners(location or kind.__name__, module)
         inner_idle = NOTHING  # names of its inactive adapters
         if is_tuner(module):
             self.tuned.append(module)
@@ -347,90 +329,6 @@ class ModelDescription(CodeDescription):
             self.problem = self.problem or f"the {group} function {name!r}"
         return function
 
-    # --- hooks and methods
-
-    def _add_runners(self, location: str, module: nn.Module) -> None:
-        """Watch and describe the hooks of a module and the replacements of its methods."""
-        self.watch.state_of(module)
-        for name in _WATCHED & module.__dict__.keys():  # an added attribute changes the size of the dictionary
-            self.watch.item(module.__dict__, name)
-        for name in _HOOKS:
-            self._add_hooks(location, module.__dict__[name])
-        for name in _METHODS:
-            self._add_method(location, module, name)
-
-    def _add_hooks(self, location: str, hooks: dict[int, Callable[..., Any]]) -> None:
-        self.watch.size(hooks)
-        for key, hook in list(hooks.items()):  # passes in other threads add and remove their own
-            self.watch.item(hooks, key)
-            home = home_of(hook)
-            if home not in TRUSTED:
-                self.problem = self.problem or f"a hook on {location}"
-            elif isinstance(getattr(hook, "__self__", None), ModuleTracker):
-                continue  # tracks the current module only
-            elif home in _OBSERVERS:
-                self._check(f"a hook on {location}", hook)
-            elif home != _OURS:
-                self.add(f"a hook on {location}", hook)
-
-    def _add_method(self, location: str, module: nn.Module, name: str) -> None:
-        """Check the replacements of a method: by this library, by `torch.compile`, or by accelerate with its hook."""
-        method: Any = module.__dict__.get(name)
-        while method is not None:
-            if isinstance(method, Replacement):
-                method = method.original
-            elif (compiled := compiled_from(method)) is not None:
-                for cell in method.__closure__ or ():
-                    self.watch.cell(cell)
-                method = compiled
-            elif _is_accelerates(method, module):
-                self._check_hook(location, module.__dict__.get("_hf_hook"))
-                method = module.__dict__.get("_old_forward")
-            elif _is_own(method, module, name) or (type(module) is OptimizedModule and _runs_inner(method, module)):
-                return
-            elif home_of(method) in TRUSTED - {"accelerate"}:
-                self.add(f"the replaced {name} of {location}", method)
-                return
-            else:
-                self.problem = self.problem or f"the replaced {name} of {location}"
-                return
-
-    def _check_hook(self, location: str, hook: Any) -> None:
-        """Watch an accelerate hook. One that only moves tensors is not described. Hooks of others are a problem."""
-        if hook is None or origin_of_class(type(hook)) not in TRUSTED:
-            self.problem = self.problem or f"the accelerate hook of {location}"
-            return
-        if type(hook).__name__ not in _MOVERS:
-            self.add(f"the accelerate hook of {location}", hook)
-        self.watch.type_of(hook)
-        for name in ("hooks", "weights_map"):
-            self.watch.item(hook.__dict__, name)
-        for name in ("pre_forward", "post_forward"):
-            self.watch.item(hook.__dict__, name)
-            if name in hook.__dict__:
-                self.problem = self.problem or f"the accelerate hook of {location}"
-        self._check_class(f"the accelerate hook of {location}", type(hook), frozenset({"pre_forward", "post_forward"}))
-        for inner in getattr(hook, "hooks", ()):
-            self._check_hook(location, inner)
-
-    def _check(self, location: str, function: Any) -> None:
-        """Watch a function without a description; record a problem if it runs user code."""
-        aside = CodeDescription(watch=self.watch, statics=self._statics)
-        aside.add(location, function)
-        self._guard(lambda location: aside.finish(), location)
-        if USER in aside.origins:
-            self.problem = self.problem or location
-
-    def _check_class(self, location: str, kind: type, names: frozenset[str]) -> None:
-        """Watch members of a class without a description; record a problem if they run user code."""
-        if kind not in self._checked:
-            aside = CodeDescription(watch=self.watch, statics=self._statics)
-            self._guard(aside.add_members, location, kind, names)
-            self._guard(lambda location: aside.finish(), location)
-            self._checked[kind] = USER in aside.origins
-        if self._checked[kind]:
-            self.problem = self.problem or location
-
     def _check_order(self, model: PreTrainedModel) -> None:
         """Record a problem if layers run in an order other than their `layer_idx`, or share an index."""
         for module in model.modules():
@@ -470,25 +368,6 @@ _BASES = ("base_layer", "token_adapter", "original_module")
 def _layer_number(layer: nn.Module) -> int | None:
     indices = (part.__dict__.get("layer_idx") for part in layer.modules())
     return next((number for number in indices if isinstance(number, int)), None)
-
-
-def _is_own(method: Any, module: nn.Module, name: str) -> bool:
-    """Return whether a method is the one that the class of a module has under this name."""
-    own = isinstance(method, types.MethodType) and method.__self__ is module
-    return own and method.__func__ is getattr(type(module), name.removeprefix("_compiled"), None)  # `module.compile()`
-
-
-def _runs_inner(method: Any, wrapper: nn.Module) -> bool:
-    """Return whether a method of a compiled module, uncompiled, calls the module in it."""
-    inner = wrapper._modules["_orig_mod"]
-    return method is inner or method == types.MethodType(type(inner).__call__, inner)
-
-
-def _is_accelerates(method: Any, module: nn.Module) -> bool:
-    """Return whether a method is the wrapper of accelerate around `_old_forward`."""
-    if not isinstance(method, functools.partial) or method.args != (module,) or method.keywords:
-        return False
-    return isinstance(method.func, types.FunctionType) and origin_of(method.func) == "accelerate"
 
 
 def _flat(saved: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
