@@ -38,8 +38,7 @@ if TYPE_CHECKING:
     from .methods import Method
     from .operations.precompute import Lookup, PrecomputeReport
 
-_MOST_TTL = 1e11
-"""Maximum lifetime in seconds, 3,000 years: files do not hold times that are much later."""
+_MOST_TTL = 1e11  # maximum lifetime in seconds, 3,000 years: files do not hold times that are much later
 
 
 class KVStore(StoreContents):

@@ -13,8 +13,7 @@ if TYPE_CHECKING:
 
 TIERS = ("device", "host", "disk")
 """Names of the tiers, fastest first. Statistics are tables by these names: a new tier is one more name."""
-_MOST_PASSAGES = 8
-"""Maximum number of incompletely found passages that are printed."""
+_MOST_PASSAGES = 8  # maximum number of incompletely found passages that are printed
 Tier = TypeVar("Tier")
 
 

@@ -168,8 +168,7 @@ class Attachment:
         return devices
 
 
-_ATTACH_LOCK = threading.RLock()
-"""Lock for threads that create the first caches of a model at the same time."""
+_ATTACH_LOCK = threading.RLock()  # lock for threads that create the first caches of a model at the same time
 
 
 class _Wrapper(Replacement):

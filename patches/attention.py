@@ -32,8 +32,7 @@ WRAPPED = ("sdpa", "eager")
 SELECTING = ("sdpa",)
 """Implementations in which a layer's queries can select what to attend to."""
 
-_PLAIN: int = SDPBackend.MATH.value
-"""PyTorch's number of attention that no fused kernel computes."""
+_PLAIN: int = SDPBackend.MATH.value  # PyTorch's number of attention that no fused kernel computes
 
 
 def can_select(config: PreTrainedConfig) -> bool:

@@ -17,8 +17,7 @@ ones comes from the system each time, page by page. At 4096 tokens that took lon
 
 _POSITIONS_AT_ONCE = 1 << 14
 """Number of positions for which a module makes cos and sin at once. It needs several times the memory of the result."""
-_SAMPLED = 16
-"""Number of positions at which two rotations are compared."""
+_SAMPLED = 16  # number of positions at which two rotations are compared
 _version = attrgetter("_version")
 
 

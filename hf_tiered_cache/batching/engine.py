@@ -19,8 +19,7 @@ from .packed import Packed
 
 logger = logging.getLogger("hf_tiered_cache")
 
-_GRAPH_KV = "_hf_tiered_cache_kv"
-"""Attribute of a CUDA graph: the tensors in which a replay leaves the KV of its pass."""
+_GRAPH_KV = "_hf_tiered_cache_kv"  # attribute of a CUDA graph: the tensors in which a replay leaves the KV of its pass
 
 PagedKV = Mapping[int, tuple[torch.Tensor, torch.Tensor]]
 """Keys and values by layer, `[1, heads, tokens, dim]` each, as the model passes them to the pages: keys are rotated.

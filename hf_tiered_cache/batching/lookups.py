@@ -35,8 +35,7 @@ from .requests import PATIENCE_SECONDS, BatchedRequest, Restored
 logger = logging.getLogger("hf_tiered_cache")
 
 _THREADS = 4
-_MOST_RESTORED_BYTES = 1 << 30
-"""Bytes of restored KV that wait to be written to pages, from which on lookups wait."""
+_MOST_RESTORED_BYTES = 1 << 30  # bytes of restored KV that wait to be written to pages, from which on lookups wait
 
 
 class Lookups:

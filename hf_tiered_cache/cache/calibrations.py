@@ -21,12 +21,9 @@ from .storage import Storage
 
 TRANSFER = 4
 """Factor by which a loss is taken to be larger on text of another kind (see `bench/quality.py`)."""
-_MUCH = 0.1
-"""Mean loss in nats above which a budget causes a warning."""
-_REQUIRED = {"tokens", "ratio", "cold"}
-"""Keys of a `Calibration` record that are read back."""
-_MOST_NUMBER = 1e12
-"""Largest number that a sound record holds."""
+_MUCH = 0.1  # mean loss in nats above which a budget causes a warning
+_REQUIRED = {"tokens", "ratio", "cold"}  # keys of a `Calibration` record that are read back
+_MOST_NUMBER = 1e12  # largest number that a sound record holds
 _Saved = list[dict[str, Any]]
 """Records that are saved under a name."""
 

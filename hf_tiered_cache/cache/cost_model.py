@@ -36,16 +36,12 @@ from .sequence import SequenceState
 from .storage import Storage
 from .suitability import can_recompute_prefix
 
-_LIKELY_TOKENS = 1024
-"""Minimum length of the prefix for which a geometry is chosen."""
-_DIM = 64
-"""Size of a head, for estimates of a codec's bytes."""
+_LIKELY_TOKENS = 1024  # minimum length of the prefix for which a geometry is chosen
+_DIM = 64  # size of a head, for estimates of a codec's bytes
 
-_MARGIN = 1.5
-"""Factor by which computing may be slower than calibrated before what is not stored delays a return."""
+_MARGIN = 1.5  # factor by which computing may be slower than calibrated before what is not stored delays a return
 
-_MUCH_SECONDS = 0.5
-"""Seconds that a restore must lose before a warning."""
+_MUCH_SECONDS = 0.5  # seconds that a restore must lose before a warning
 
 
 def choose_strategy(plan: Plan, sequence: SequenceState) -> tuple[Plan | None, str]:

@@ -21,14 +21,10 @@ from ..stats import TIERS, RequestStats
 from .calibrations import CostFactors, PrefixCosts, change_cost_factors
 from .storage import Storage
 
-_STEP = 1.25
-"""Maximum change of a factor per return: one return may have been disturbed."""
-_NEAR = 1.02
-"""Ratio of observed to predicted times below which nothing is corrected, and its inverse."""
-_MOST = 8.0
-"""Maximum factor, and the inverse of the minimum."""
-_LEAST_READ = 1 << 20
-"""Number of bytes read below which the latency of single reads may dominate."""
+_STEP = 1.25  # maximum change of a factor per return: one return may have been disturbed
+_NEAR = 1.02  # ratio of observed to predicted times below which nothing is corrected, and its inverse
+_MOST = 8.0  # maximum factor, and the inverse of the minimum
+_LEAST_READ = 1 << 20  # number of bytes read below which the latency of single reads may dominate
 _MIN_TOKENS, _MIN_PACE_TOKENS = 128, 64
 """Number of computed tokens below which the fixed costs of a pass may dominate, for corrections and for `Pace`."""
 

@@ -34,8 +34,7 @@ from .storage import Storage
 
 logger = logging.getLogger("hf_tiered_cache")
 
-_MOST_MODELS = 64
-"""Maximum number of other models that a prompt without a match is looked up for, to explain the miss."""
+_MOST_MODELS = 64  # maximum number of other models that a prompt without a match is looked up for, to explain the miss
 _STORE_AT = 64
 STORE_GENERATED_AT = 512
 _STORE_PROMPT_AT = 4096

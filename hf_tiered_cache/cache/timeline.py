@@ -36,8 +36,7 @@ _NAMES = {
     "index_seconds": "build index",
     "io_seconds": "read",
 }
-_MARK = b'[{"name": "process_name", "ph": "M", "args": {"name": "hf_tiered_cache"}'
-"""First bytes of a trace."""
+_MARK = b'[{"name": "process_name", "ph": "M", "args": {"name": "hf_tiered_cache"}'  # first bytes of a trace
 
 
 class Timeline:

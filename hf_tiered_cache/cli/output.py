@@ -24,8 +24,7 @@ from ..store import KEY_FILE_VARIABLE
 from ..store.settings import scheme_of, without_secrets
 
 _GAP = "  "
-_NO_TIME = "unknown"
-"""Text for a number that is no time, as in a damaged catalogue."""
+_NO_TIME = "unknown"  # text for a number that is no time, as in a damaged catalogue
 
 
 class Table:

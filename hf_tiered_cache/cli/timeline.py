@@ -14,8 +14,7 @@ import typer
 from .output import Refused, Table, picture, plotting, printable, replacing
 
 TRACKS = ("model", "cache", "disk")
-_MARK = "hf-tiered-cache timeline"
-"""Name of this program in the pictures that it draws, which it may overwrite."""
+_MARK = "hf-tiered-cache timeline"  # name of this program in the pictures that it draws, which it may overwrite
 _COLORS = {
     "update": "#4c78a8", "select": "#f58518", "wait for KV": "#e45756", "look up": "#72b7b2", "build index": "#b279a2",
     "read": "#54a24b",

@@ -29,8 +29,7 @@ from ..store.memory import to_device
 
 logger = logging.getLogger("hf_tiered_cache")
 
-_LARGEST = 1 << 24
-"""Maximum number of attention weights held at a time: 64 MiB of float32."""
+_LARGEST = 1 << 24  # maximum number of attention weights held at a time: 64 MiB of float32
 
 END_PERCENT = 10
 """Share of a sequence that counts as its beginning, and as its end, in % (Algorithm 1)."""

@@ -59,10 +59,8 @@ SMALL_TOKENS = 512
 """Number of tokens below which a segment is small."""
 MOST_SMALL = 8
 """Maximum number of small segments at the end of a chain."""
-_WORTH = 0.8
-"""Bytes of a joined segment, as a share of those of its parts, below which old segments are rewritten."""
-_HEAD_BYTES = 3 * ALIGNMENT
-"""Bytes of a segment before its blocks, at least."""
+_WORTH = 0.8  # bytes of a joined segment, as a share of those of its parts, below which old segments are rewritten
+_HEAD_BYTES = 3 * ALIGNMENT  # bytes of a segment before its blocks, at least
 
 
 # --- proposal

@@ -55,8 +55,7 @@ from .origin import (
 )
 from .watch import Watch
 
-_FOREIGN_DEPTH = 1
-"""Maximum depth of calls within torch and other installed packages that are followed."""
+_FOREIGN_DEPTH = 1  # maximum depth of calls within torch and other installed packages that are followed
 _LEVEL_READERS = frozenset({"isEnabledFor", "getEffectiveLevel", "level"})
 """Names by which code reads the level of a logger."""
 LEAF = 1 << 10

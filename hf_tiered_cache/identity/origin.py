@@ -26,8 +26,7 @@ _SITE_PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "
 
 ENVIRONMENT = frozenset({"environ", "getenv"})
 """Names under which code reads environment variables."""
-_IMMUTABLE = 1 << 8
-"""Flag of classes that are not made by Python code (`Py_TPFLAGS_IMMUTABLETYPE`)."""
+_IMMUTABLE = 1 << 8  # flag of classes that are not made by Python code (`Py_TPFLAGS_IMMUTABLETYPE`)
 
 
 @functools.lru_cache(maxsize=4096)

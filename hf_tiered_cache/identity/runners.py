@@ -25,8 +25,7 @@ METHODS = ("forward", "_call_impl", "_compiled_call_impl")
 """Methods that run a module and may be replaced by an attribute of the module."""
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _OURS = "hf_tiered_cache"
-_OBSERVERS = frozenset({"accelerate", "transformers"})
-"""Packages with hooks that only move or observe tensors."""
+_OBSERVERS = frozenset({"accelerate", "transformers"})  # packages with hooks that only move or observe tensors
 _MOVERS = frozenset({"ModelHook", "SequentialHook", "AlignDevicesHook", "CpuOffload"})
 """Hooks of accelerate that only move tensors."""
 _WATCHED = frozenset({*_HOOKS, *METHODS, "_parameters", "_buffers", "_modules", "training", "_hf_hook", "_old_forward"})

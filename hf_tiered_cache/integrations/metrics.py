@@ -36,11 +36,9 @@ _CURRENT: dict[type, frozenset[str]] = {
 }
 """Figures that can fall (gauges), by their class. All others only grow (counters)."""
 
-_MOST_REASONS = 100
-"""Maximum number of reasons that are reported as labels: a series is kept for each."""
+_MOST_REASONS = 100  # maximum number of reasons that are reported as labels: a series is kept for each
 
-_SNAPSHOT_SECONDS = 1.0
-"""Seconds for which OpenTelemetry gets the same figures: each metric asks for itself."""
+_SNAPSHOT_SECONDS = 1.0  # seconds for which OpenTelemetry gets the same figures: each metric asks for itself
 
 
 class Metric(NamedTuple):

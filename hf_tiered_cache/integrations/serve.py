@@ -144,8 +144,7 @@ def _with_cached_tokens(document: dict[str, Any], own_stats: list[PromptStats]) 
     return document
 
 
-_REQUIRED = {"messages", "input"}
-"""Members of requests that transformers reads without a check."""
+_REQUIRED = {"messages", "input"}  # members of requests that transformers reads without a check
 
 
 async def _answer_refused(request: Request, error: Exception) -> Response:

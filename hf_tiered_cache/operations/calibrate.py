@@ -32,21 +32,16 @@ from ..store.geometry import HASH_TOKENS
 from .passages import precompute_passages
 from .precompute import precompute, run
 
-_WIDTH = 0.02
-"""Interval width at which the search for the ratio stops; timing noise hides finer differences."""
+_WIDTH = 0.02  # interval width at which the search for the ratio stops; timing noise hides finer differences
 _AUTO_TOKENS = (256, 1024, 4096)
 """Lengths of the prefixes that a method measures by itself, unless that takes long; longer ones are more accurate."""
 _AUTO_SUFFIX = 32
-_AUTO_SECONDS = 8.0
-"""Expected seconds above which a method measures no longer prefix by itself."""
+_AUTO_SECONDS = 8.0  # expected seconds above which a method measures no longer prefix by itself
 _CHUNK, _CONTEXT = 256, 8192
 """Numbers of tokens that are computed, and before them in the cache, to measure the growth of the compute cost."""
-_CONTEXT_BYTES = 512 << 20
-"""Maximum bytes of KV of this context."""
-_GROWTH_SECONDS = 3.0
-"""Seconds after which the growth is not measured again."""
-_FINALS = 3
-"""Rounds that compare the best ratio with the lowest one."""
+_CONTEXT_BYTES = 512 << 20  # maximum bytes of KV of this context
+_GROWTH_SECONDS = 3.0  # seconds after which the growth is not measured again
+_FINALS = 3  # rounds that compare the best ratio with the lowest one
 
 
 def calibrate(

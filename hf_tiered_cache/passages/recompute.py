@@ -78,8 +78,7 @@ def fastest_ratio(seconds: Callable[[float], float], warm: float, width: float =
     return min(seconds_by_ratio, key=seconds_by_ratio.__getitem__)
 
 
-_LARGEST = 1 << 26
-"""Maximum number of attention weights held at a time: 256 MiB of float32."""
+_LARGEST = 1 << 26  # maximum number of attention weights held at a time: 256 MiB of float32
 
 
 ProbeAttention = Sequence[np.ndarray | None]

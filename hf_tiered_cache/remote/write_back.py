@@ -26,8 +26,7 @@ from .link import Breaker
 
 WRITES = ("always", "pinned", "never")
 """Which segments are sent: all, those that are pinned, or none."""
-_MOST_QUEUED = 4096
-"""Maximum number of segments that wait. They are on the disk, so only their ids wait."""
+_MOST_QUEUED = 4096  # maximum number of segments that wait. They are on the disk, so only their ids wait
 _WINDOW_BYTES = 16 << 20
 _PATIENCE_SECONDS = 30.0  # seconds that `flush` and `close` wait for a remote that makes no progress
 _REFUSED = "it is not used for a while, after several failures"

@@ -50,8 +50,7 @@ if TYPE_CHECKING:
 
 
 _TOKENS_PER_CENTROID = 16
-_SPREAD = 0.5
-"""Share of the extent of a box that counts (see `ClusterBoxIndex`)."""
+_SPREAD = 0.5  # share of the extent of a box that counts (see `ClusterBoxIndex`)
 
 
 def num_clusters(tokens: int, chunk_tokens: int) -> int:

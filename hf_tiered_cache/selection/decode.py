@@ -32,8 +32,7 @@ from .held import Fetches, HeldChunks, Moves, Window
 from .indexes import RowIndexes
 from .selectors import SelectionInput, Selector, check_selection
 
-_ROUNDS = 3
-"""Number of passes measured per size; the median counts."""
+_ROUNDS = 3  # number of passes measured per size; the median counts
 
 
 class MicroBatches:

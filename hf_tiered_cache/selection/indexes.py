@@ -17,8 +17,7 @@ from ..tiers.index_cache import IndexKey
 from .decode_index import DecodeIndex, build_index
 from .fetched import Request, Rotate, RowPrefix, RowTokens, UnitTable
 
-_VERSION = 2
-"""Version of how indexes are built. Increment it to rebuild stored indexes."""
+_VERSION = 2  # version of how indexes are built. Increment it to rebuild stored indexes
 
 
 @dataclass(frozen=True, eq=False)

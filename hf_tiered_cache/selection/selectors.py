@@ -21,8 +21,7 @@ from ..errors import ConfigError
 from ..store.memory import to_host
 from .decode_index import DecodeIndex, Int8KeysIndex
 
-_LARGEST = 1 << 26
-"""Maximum number of attention weights held at a time: 256 MiB of float32."""
+_LARGEST = 1 << 26  # maximum number of attention weights held at a time: 256 MiB of float32
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,8 +22,7 @@ from .fetched import Rotate, RowPrefix, RowTokens, UnitTable
 
 logger = logging.getLogger("hf_tiered_cache")
 
-_LARGEST = 1 << 24
-"""Maximum number of logits held at a time where no kernel returns the log-sum-exp: 64 MiB of float32."""
+_LARGEST = 1 << 24  # maximum number of logits held at a time where no kernel returns the log-sum-exp: 64 MiB of float32
 
 
 @dataclass(eq=False)
@@ -121,8 +120,7 @@ def _plain_attention(
     return Partial(torch.cat(outputs, 2), torch.cat(totals, 2))
 
 
-_RUN_TOKENS = 8192
-"""Maximum number of tokens of a run: enough to keep a kernel and a disk busy."""
+_RUN_TOKENS = 8192  # maximum number of tokens of a run: enough to keep a kernel and a disk busy
 
 
 class StreamedPrefix:

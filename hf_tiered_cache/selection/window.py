@@ -19,8 +19,7 @@ from .held import INDEXED_TOKENS, HeldChunks, Window, append_offloaded
 from .indexes import RowIndexes
 from .selectors import Selection, SelectionInput, Selector, budgeted_tokens
 
-_CANDIDATES = 1.25
-"""Number of candidates that are ranked per selected chunk. The window's eviction uses their order."""
+_CANDIDATES = 1.25  # number of candidates that are ranked per selected chunk. The window's eviction uses their order
 
 
 @dataclass(frozen=True)

@@ -36,8 +36,7 @@ from .lazy import torch
 from .quota import Limits, Space
 from .segment import SegmentReader, is_damaged, read_head
 
-_PAUSE_SECONDS = 1.0
-"""Seconds for which a segment is not used after a read error. Each further error doubles them."""
+_PAUSE_SECONDS = 1.0  # seconds for which a segment is not used after a read error. Each further error doubles them
 _FAILING_SECONDS = 60.0
 """Maximum of these seconds. For as long after them, the segment may be replaced, and an error is a further one."""
 

@@ -24,10 +24,8 @@ from .pairs import TOWARD, angle, encode, retained
 from .segment import SegmentReader
 from .shape import SegmentShape, TokenTables
 
-_SOON = 4
-"""Number of next KV cache groups that keep their source blocks in memory. Later groups read them again."""
-_RUN = 2048
-"""Tokens that are merged at once. Merging needs several times the memory of their KV."""
+_SOON = 4  # number of next KV cache groups that keep their source blocks in memory. Later groups read them again
+_RUN = 2048  # tokens that are merged at once. Merging needs several times the memory of their KV
 Fields: TypeAlias = "tuple[torch.Tensor, ...]"
 """Encoded fields of keys or values, `[heads, tokens, field's dim]` each."""
 BlocksOf: TypeAlias = "Callable[[SegmentReader, int], torch.Tensor]"

@@ -23,8 +23,7 @@ STAGING_BYTES = 128 << 20
 _FEW_COPIES = 4
 _SHORT_RUN_BYTES = 128 << 10
 """About as many bytes as a thread copies in host memory in the time that it needs to start a copy to a GPU."""
-_MOST_COLLECTED_BYTES = 16 << 20
-"""Limit for the memory in which short runs are collected. It is in no budget."""
+_MOST_COLLECTED_BYTES = 16 << 20  # limit for the memory in which short runs are collected. It is in no budget
 _MOST_PINNED_BYTES = 256 << 20
 """Limit for page-locked memory; larger KV cache groups use pageable memory, since PyTorch caches page-locked memory."""
 
