@@ -265,25 +265,21 @@ class PrefixCalibration:
             return None
         by_length = {costs.tokens: costs for costs in self.measured}
 
-        def between(name: str) -> float:
-            return _between(tokens, {length: getattr(costs, name) for length, costs in by_length.items()})
-
-        def by_tier(name: str) -> dict[str, float]:
-            return _by_tier(tokens, {length: getattr(costs, name) for length, costs in by_length.items()})
+        def values(name: str) -> dict[int, Any]:
+            return {length: getattr(costs, name) for length, costs in by_length.items()}
 
         longest = by_length[max(by_length)]
         growth = min(longest.growth, *(costs.compute / costs.tokens for costs in self.measured))  # no cost below 0
-        compute = between("compute") + growth * max(0, tokens - longest.tokens)
-        costs = PrefixCosts(tokens, compute, by_tier("restore"), by_tier("load"), between("overhead"), growth)
-        return costs.scaled(self.factors)
+        compute = _between(tokens, values("compute")) + growth * max(0, tokens - longest.tokens)
+        restore, load = (_by_tier(tokens, values(name)) for name in ("restore", "load"))
+        overhead = _between(tokens, values("overhead"))
+        return PrefixCosts(tokens, compute, restore, load, overhead, growth).scaled(self.factors)
 
 
 def prefix_calibration(storage: Storage, fingerprint: str, device: torch.device, provenance: str) -> PrefixCalibration:
     """Return what `calibrate_prefix` measured."""
     names = _prefix_name(storage, fingerprint, device, provenance), _factors_name(storage, fingerprint, device)
     records = storage.calibrations.read()
-    if names[0] not in records:
-        return PrefixCalibration()
     measured, factors = (records.get(name, []) for name in names)
     return PrefixCalibration(_loaded(PrefixCosts, measured), _factors_in(factors))
 
