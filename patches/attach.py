@@ -273,8 +273,8 @@ class _Generate(_Wrapper):
                 is_complete = True
             finally:
                 _generating.reset(token)
-                if isinstance(cache, ServedCache):
-                    cache.end_generation(is_complete and _generating.get() is not self.attachment)
+                if isinstance(cache, ServedCache) and _generating.get() is not self.attachment:
+                    cache.end_generation(is_complete)
             return output
 
     def _session_call(self, kwargs: dict[str, Any]) -> AbstractContextManager[ServedCache | None]:

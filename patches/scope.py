@@ -54,8 +54,8 @@ class ServedCache(ABC):
         """
 
     @abstractmethod
-    def end_generation(self, may_check: bool = True) -> None:
-        """Handle the end of `generate()`; without `may_check`, of one that failed or that another one has called."""
+    def end_generation(self, is_complete: bool = True) -> None:
+        """Handle the end of `generate()`, which may have failed."""
 
     @abstractmethod
     def get_seq_length(self, layer_idx: int = 0) -> int:

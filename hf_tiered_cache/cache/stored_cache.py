@@ -121,10 +121,10 @@ class StoredCache(Cache, ServedCache):
             self.end_generation()
         return output
 
-    def end_generation(self, may_check: bool = True) -> None:
-        """End a `generate()`, and with `may_check` check some restored tokens, if that is due (see `SpotChecks`)."""
+    def end_generation(self, is_complete: bool = True) -> None:
+        """End a `generate()`, and unless it has failed check some restored tokens, if due (see `SpotChecks`)."""
         self._executor.generates = False
-        if not may_check:
+        if not is_complete:
             return
         executor, checks = self._executor, self._executor.store.spot_checks
         run, executor.restored = executor.restored, None
