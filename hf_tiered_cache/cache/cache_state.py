@@ -112,6 +112,7 @@ class CacheState:
             return reasons.ROW_ADAPTERS
         with attachment.excluding_engine_passes:
             identity = fingerprinter.look(self.options.tag, begins_request)
+        attachment.compiled |= identity.compiles  # so that the pass runs eagerly
         if identity.training:
             return reasons.TRAINING
         if identity.looks_ahead:

@@ -59,6 +59,7 @@ class Identity:
             stored.
         looks_ahead: Whether what a token computes depends on later tokens.
         training: Whether a module is in training mode and computes different results for that reason.
+        compiles: Whether a function that `torch.compile` made is in use, whose results depend on the compiler.
         rope_varies: Whether the frequencies of RoPE depend on the length of the prompt (see `rope_regime`).
         weights_held: Function that takes a time of `time.monotonic` and returns whether the weights still match the
             fingerprint, based on a complete read that began after that time. Thread-safe.
@@ -69,6 +70,7 @@ class Identity:
     problem: str = ""
     looks_ahead: bool = False
     training: bool = False
+    compiles: bool = False
     rope_varies: bool = False
     weights_held: Callable[[float], bool] = field(default=lambda moment: True, compare=False, repr=False)
 
@@ -256,6 +258,7 @@ class Fingerprinter:
             problem,
             looks_ahead(model),
             description.trains,
+            description.compiles,
             bool(varying_rope(text)),
             partial(self._weights.held_since, self._weights.digest),
         )

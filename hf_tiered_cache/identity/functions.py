@@ -99,6 +99,8 @@ class FunctionDescription(Description):
         self._globals: set[tuple[int, str, bool]] = set()  # globals described so far
         self.origins: set[str] = set()
         """Origins of the classes of described modules, and `USER` if a described function is user code."""
+        self.compiles = False
+        """True if code outside of torch and transformers refers to a function that `torch.compile` made."""
         self.is_impure = False
         """True if user code may not use a described part of the standard library."""
         self._names: set[str] = set()  # names that user code or another installed package refers to
@@ -189,7 +191,9 @@ class FunctionDescription(Description):
         decorated, and the arguments of the decorator.
         """
         code, origin = function.__code__, origin_of(function)
-        holder = USER if referrer == USER and compiled_from(function) is None else origin
+        is_compiled = compiled_from(function) is not None
+        self.compiles |= is_compiled and referrer in (USER, INSTALLED)
+        holder = USER if referrer == USER and not is_compiled else origin
         self._called |= referenced_names(code)
         self.watch.function(function)
         self.words.append(f"def {function.__qualname__} {code_digest(code)}")

@@ -299,6 +299,39 @@ def test_compiled_models_fall_back(tmp_path, compiled, when):
         detach(made)
 
 
+class Calling(torch.nn.Module):
+    """Module that calls a function."""
+
+    def __init__(self):
+        super().__init__()
+        self.function = torch.nn.functional.silu
+
+    def forward(self, x):
+        return self.function(x)
+
+
+def tripling(graph, inputs):
+    return lambda *args: [3 * part for part in graph.forward(*args)]
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_compiled_function_in_a_model_runs_uncompiled(tmp_path, when):
+    """What it computes depends on the compiler, which the fingerprint does not know."""
+    torch._dynamo.reset()
+    model, ids = build("llama"), prompt(70)
+    for layer in model.model.layers:
+        layer.mlp.act_fn = Calling()
+    expected = model.generate(ids, **GREEDY)
+    with KVStore(tmp_path) as store:
+        for backend in ("eager", tripling):
+            cache = TieredCache(model, store) if when == "before" else None
+            for layer in model.model.layers:
+                layer.mlp.act_fn.function = torch.compile(torch.nn.functional.silu, backend=backend)
+            cache = cache or TieredCache(model, store)
+            assert torch.equal(model.generate(ids, past_key_values=cache, **GREEDY), expected)
+            store.flush()
+
+
 def test_a_compiled_model_stays_compiled_for_others():
     """Being attached costs other passes nothing: what was one graph still is."""
     torch._dynamo.reset()
