@@ -187,7 +187,6 @@ class StoredCache(Cache, ServedCache):
             ConfigError, ConversationInUseError: See `Conversation.begin_pass`.
         """
         executor = self._executor
-        executor.generates = True
         if executor.conversation is not None:
             executor.conversation.begin_pass(is_prompt=True, is_empty=True, ids=input_ids)
         mask = mask.repeat_interleave(copies, dim=0) if isinstance(mask, torch.Tensor) else None
@@ -199,6 +198,7 @@ class StoredCache(Cache, ServedCache):
                 self.crop(-dropped)
             except RuntimeError:  # a window or a selection cannot be cropped: try the store
                 self._start_over(executor.collector)
+        self._executor.generates = True
         self._executor.new_prompt = 0 if self.get_seq_length() else input_ids.shape[1]
 
     # --- called by layers and generate()

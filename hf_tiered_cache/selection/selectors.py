@@ -307,13 +307,17 @@ class ProbeHeads(Selector):
         query = request.query[: len(probes) * group_size]
         mass = head_mass(query, probes, own_keys, request.scaling)  # [probes, tokens]
         sets, total_mass = to_host(top_of_each(mass, request.count), mass.sum(0))
-        if mean_jaccard(sets) >= jaccard_threshold(request.count, request.chunks.tokens, self.alpha):
+        if self.agree(sets, request.chunks.tokens):
             votes = np.zeros(request.chunks.tokens, np.int64)
             np.add.at(votes, sets.ravel(), 1)
             best = np.lexsort((-total_mass, -votes))[: request.count]  # by votes, ties by total mass
             return Selection(np.sort(best)[None], total_mass[None] / len(probes))
         mass = head_mass(request.query, request.keys(None), request.own_keys, request.scaling)
         return Selection(*to_host(top_of_each(mass, request.count), mass.mean(0, keepdim=True)))
+
+    def agree(self, sets: np.ndarray, tokens: int) -> bool:
+        """Return whether the probes' selections among `tokens`, int64 `[probes, count]`, are similar enough."""
+        return mean_jaccard(sets) >= jaccard_threshold(sets.shape[1], tokens, self.alpha)
 
 
 def mean_jaccard(sets: np.ndarray) -> float:

@@ -332,9 +332,9 @@ def stored_in(status: os.stat_result) -> Stored:
 def nbytes_of(status: os.stat_result) -> int:
     """Return the size on disk of a regular file in bytes, 0 for anything else.
 
-    It is at least the file's length: file systems may report blocks late (ZFS) or never (ramfs).
+    It is the file's length if no blocks are reported: file systems may report them late (ZFS) or never (ramfs).
     """
-    return max(status.st_size, status.st_blocks * 512) if S_ISREG(status.st_mode) else 0
+    return status.st_blocks * 512 or status.st_size if S_ISREG(status.st_mode) else 0
 
 
 def _close(descriptors: list[int]) -> None:
