@@ -20,7 +20,7 @@ from ..errors import ConfigError
 from ..reasons import bypassed
 from . import rope, rotary
 from .attention import PATCHES
-from .layers import PREFILL_CONTINUES_CACHE, base_model, cache_argument, devices_of
+from .layers import PREFILL_CONTINUES_CACHE, base_model, cache_argument, devices_of, is_compiled
 from .replacement import Replacement, copy_as_it_is, copy_without, without_hook
 from .scope import CACHE_ARGUMENTS, EAGER_STANCE, ServedCache, Session, arguments_by_name, current, follows_cache
 
@@ -32,11 +32,7 @@ _generating: ContextVar[Attachment | None] = ContextVar("hf_tiered_cache_generat
 
 
 class Attachment:
-    """State that `attach` adds to one model.
-
-    Args:
-        model: A decoder-only transformers model.
-    """
+    """State that `attach` adds to one model, a decoder-only one of transformers."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
@@ -116,12 +112,7 @@ class Attachment:
             method = getattr(model, name, None)
             if method is not None and not isinstance(method, wrapper):
                 setattr(model, name, wrapper(self, name, method))
-        modules = list(model.modules())
-        forwards = {getattr(type(module), "forward", None) for module in modules}  # a scripted module has none
-        forwards.update(module.__dict__["forward"] for module in modules if "forward" in module.__dict__)
-        self.compiled = any(map(_is_compiled, forwards)) or any(
-            module._compiled_call_impl is not None or "_orig_mod" in module._modules for module in modules
-        )
+        self.compiled = is_compiled(model)
 
     def at_outermost_call(self) -> bool:
         """Return whether a session is active, and no `generate()` of this model runs in this thread.
@@ -162,8 +153,7 @@ class Attachment:
     @property
     def devices(self) -> list[torch.device]:
         """Device on which each layer computes, even if its weights are offloaded (accelerate)."""
-        devices = self._devices  # another thread may reset it
-        if not devices:
+        if not (devices := self._devices):  # another thread may reset it
             devices = self._devices = devices_of(self.model, self.config.num_hidden_layers)
         return devices
 
@@ -365,12 +355,6 @@ class _PrepareInputs(_Wrapper):
         return inputs
 
 
-def _is_compiled(forward: Any) -> bool:
-    if isinstance(forward, _Wrapper):
-        forward = forward.original
-    return hasattr(forward, "_torchdynamo_orig_callable")
-
-
 _WRAPPERS: dict[str, type[_Wrapper]] = {
     "forward": _Forward,
     "generate": _Generate,
@@ -407,8 +391,7 @@ def attach(model: nn.Module) -> Attachment:
 
 def detach(model: nn.Module) -> None:
     """Restore `model` exactly as it was before `attach`; do nothing if it is not attached."""
-    attachment = attachment_of(model)
-    if attachment is not None:
+    if (attachment := attachment_of(model)) is not None:
         attachment.undo()
 
 

@@ -19,6 +19,7 @@ from torch.nn.modules import module as torch_module
 from transformers import GenerationMixin, PreTrainedModel
 
 from ..errors import UnsupportedModelError
+from .replacement import Replacement
 from .rope import picked
 from .scope import CACHE_ARGUMENTS, Scope, current
 from .tap import RotaryTap
@@ -101,6 +102,17 @@ def devices_of(model: PreTrainedModel, count: int) -> list[torch.device]:
             device = next((part.device for part in parts if part is not None and not part.is_meta), "cpu")
         devices.append(torch.device("cuda", device) if isinstance(device, int) else torch.device(device))
     return devices
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Return whether a module of a model, or its forward, was compiled by `torch.compile`."""
+    modules = list(model.modules())
+    forwards = {getattr(type(module), "forward", None) for module in modules}  # a scripted module has none
+    forwards.update(module.__dict__["forward"] for module in modules if "forward" in module.__dict__)
+    originals = (forward.original if isinstance(forward, Replacement) else forward for forward in forwards)
+    return any(hasattr(forward, "_torchdynamo_orig_callable") for forward in originals) or any(
+        module._compiled_call_impl is not None or "_orig_mod" in module._modules for module in modules
+    )
 
 
 def offloaded(module: nn.Module) -> Mapping[str, torch.Tensor] | None:
