@@ -39,7 +39,10 @@ _ROUTER_LOGITS = "output_router_logits"
 
 
 class _DisturbedError(Exception):
-    """Pass during which the first pass of an engine of continuous batching began. It is undone and run again."""
+    """Pass during which the first pass of an engine of continuous batching began. It is admitted and run again.
+
+    The engine may also have changed the model while it was identified.
+    """
 
 
 class Executor(CacheState):
@@ -52,6 +55,7 @@ class Executor(CacheState):
     restored: RestoredRun | None = None
     """Segments restored by the pass of the last prompt, for a spot check."""
     _unstored: ComputedPrefix | None = None  # that of the last pass, until it is committed
+    _excludes_engine = False  # whether an engine had begun a pass before this one was admitted
 
     # --- one pass
 
@@ -79,6 +83,7 @@ class Executor(CacheState):
     def _admit_and_run(
         self, cache: LayeredCache, forward: Callable[..., Any], kwargs: dict[str, Any], is_prompt: bool
     ) -> Any:
+        self._excludes_engine = bool(self.attachment.batched_passes)
         if str(self.attachment.config._attn_implementation).startswith("paged|"):
             self._run_plain(reasons.PAGED_ATTENTION)
             output = self._run_without_store(cache, forward, kwargs)
@@ -306,9 +311,8 @@ class Executor(CacheState):
         self.forward_pass = forward_pass
         try:
             with self.attachment.excluding_engine_passes:
-                batched_passes = self.attachment.batched_passes
                 output = forward_pass.run(forward, kwargs)
-                if self.attachment.batched_passes != batched_passes:
+                if self.attachment.batched_passes and not self._excludes_engine:
                     raise _DisturbedError
             if forward_pass.observer is not None:
                 forward_pass.observer.end()

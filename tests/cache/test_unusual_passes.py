@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from transformers import DynamicCache, LlamaForCausalLM, RobertaConfig, RobertaForCausalLM
 
 from hf_tiered_cache import CacheMismatchError, KVStore, TieredCache, attach, reasons
+from hf_tiered_cache.identity.fingerprint import Fingerprinter
 
 LAYERS = 4
 LARGE = {"initializer_range": 0.3}
@@ -318,6 +320,24 @@ def test_nothing_is_restored_behind_an_odd_token(scaled, tmp_path, record, forke
         found, right = (last_logits(scaled, ids[:, 41:], each, logits_to_keep=1) for each in (cache, reference))
         torch.testing.assert_close(found, right, rtol=0, atol=1e-9)
         assert reasons.ODD_MASK in cache.stats.reasons
+
+
+def test_a_model_in_which_an_engine_begins_is_identified_again(scaled, tmp_path, monkeypatch):
+    """The engine's pass changes the configuration, so the model has another identity meanwhile."""
+    ids, attachment, real = prompt(60), attach(scaled), Fingerprinter.look
+
+    def look(fingerprinter, *args):
+        identity = real(fingerprinter, *args)
+        if not attachment.batched_passes:
+            attachment.batched_passes, identity = 1, replace(identity, fingerprint="0" * 32)
+        return identity
+
+    with KVStore(tmp_path, **QUIET) as store:
+        monkeypatch.setattr(Fingerprinter, "look", look)
+        last_logits(scaled, ids, TieredCache(scaled, store), logits_to_keep=1)
+        monkeypatch.undo()
+        attachment.batched_passes = 0
+    assert assert_right(tmp_path, scaled, [ids]) == [48]
 
 
 @pytest.mark.parametrize("record", [True, False])
