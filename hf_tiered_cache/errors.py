@@ -14,8 +14,8 @@ from difflib import get_close_matches
 from functools import wraps
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
-P = ParamSpec("P")
-T = TypeVar("T")
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
 def suggest(name: object, names: Iterable[str], advice: str) -> str:
@@ -172,14 +172,14 @@ class _Placed(Protocol):
     def place(self) -> str: ...
 
 
-S = TypeVar("S", bound=_Placed)
+_Store = TypeVar("_Store", bound=_Placed)
 
 
-def naming_place(operation: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
+def naming_place(operation: Callable[Concatenate[_Store, _P], _T]) -> Callable[Concatenate[_Store, _P], _T]:
     """Return a method of a store that raises a StoreError with the place instead of the OSError of one of its files."""
 
     @wraps(operation)
-    def run(store: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
+    def run(store: _Store, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
         try:
             return operation(store, *args, **kwargs)
         except OSError as error:

@@ -266,7 +266,7 @@ class TierSet:
         self._free_idle((self.host, pool, np.flatnonzero(pool.is_evictable)) for pool in self.host.pools())
 
     def _free_idle(self, unpinned: Iterable[tuple[Tier, SlotPool, np.ndarray]]) -> None:
-        """Of unpinned slots, free reserved and orphaned ones, and host slots with a block that is now on a device."""
+        """Free those of unpinned slots that are reserved or orphaned, or whose block is now on a device."""
         for tier, pool, slots in unpinned:
             owners = pool.owner[slots]
             is_unused = (owners == RESERVED) | (owners == ORPHANED)
