@@ -20,7 +20,7 @@ from ..errors import ConfigError
 from ..reasons import bypassed
 from . import rope, rotary
 from .attention import PATCHES
-from .layers import PREFILL_CONTINUES_CACHE, base_model, cache_argument, devices_of, is_compiled
+from .layers import PREFILL_CONTINUES_CACHE, base_model, cache_argument, devices_of
 from .replacement import Replacement, copy_as_it_is, copy_without, without_hook
 from .scope import CACHE_ARGUMENTS, EAGER_STANCE, ServedCache, Session, arguments_by_name, current, follows_cache
 
@@ -42,6 +42,7 @@ class Attachment:
         self.signature = inspect.signature(model.forward)
         self.cache_argument = cache_argument(self.signature)
         self.compiled = False
+        """True if a part of the model is compiled, as of the last pass."""
         self.causal = False
         """True if the model was found to be a causal LM."""
         self.sessions: list[Session] = []
@@ -105,14 +106,13 @@ class Attachment:
                 extra.refresh()
 
     def rewrap(self) -> None:
-        """Wrap the model's methods, also those replaced or compiled since, and record whether a part is compiled."""
+        """Wrap the model's methods, also those replaced or compiled since."""
         model = self.model
         self._devices = []
         for name, wrapper in _WRAPPERS.items():
             method = getattr(model, name, None)
             if method is not None and not isinstance(method, wrapper):
                 setattr(model, name, wrapper(self, name, method))
-        self.compiled = is_compiled(model)
 
     def at_outermost_call(self) -> bool:
         """Return whether a session is active, and no `generate()` of this model runs in this thread.

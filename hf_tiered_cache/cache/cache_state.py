@@ -18,6 +18,7 @@ from ..identity import Identity, fingerprinter_of, rope_regime
 from ..layers import LayeredCache
 from ..methods import ForConversation, Method, Passages
 from ..patches.attach import Attachment
+from ..patches.layers import is_compiled
 from ..patches.scope import follows_cache
 from ..restore.hashes import History, PrefixHasher
 from ..tiers.collector import StatsCollector
@@ -105,14 +106,15 @@ class CacheState:
         With `begins_request`, a part of the weights is read again, as at the beginning of a prompt.
         """
         attachment = self.attachment
-        if attachment.model.training:
-            return reasons.TRAINING
-        fingerprinter = fingerprinter_of(attachment)
-        if fingerprinter.rows_have_adapters():
-            return reasons.ROW_ADAPTERS
+        reason = reasons.TRAINING if attachment.model.training else ""
+        if not reason and fingerprinter_of(attachment).rows_have_adapters():
+            reason = reasons.ROW_ADAPTERS
+        if reason:
+            attachment.compiled = is_compiled(attachment.model)
+            return reason
         with attachment.excluding_engine_passes:
-            identity = fingerprinter.look(self.options.tag, begins_request)
-        attachment.compiled |= identity.compiles  # so that the pass runs eagerly
+            identity = fingerprinter_of(attachment).look(self.options.tag, begins_request)
+        attachment.compiled = identity.compiles
         if identity.training:
             return reasons.TRAINING
         if identity.looks_ahead:

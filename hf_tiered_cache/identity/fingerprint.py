@@ -16,6 +16,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from ..patches.attach import Attachment
+from ..patches.layers import is_compiled
 from ..store.threads import RepairGuard, fork_lock
 from .code import CodeDescription
 from .description import PLAIN, Undescribable, cached_functions
@@ -59,7 +60,7 @@ class Identity:
             stored.
         looks_ahead: Whether what a token computes depends on later tokens.
         training: Whether a module is in training mode and computes different results for that reason.
-        compiles: Whether a function that `torch.compile` made is in use, whose results depend on the compiler.
+        compiles: Whether a part of the model is compiled by `torch.compile`, so that results depend on the compiler.
         rope_varies: Whether the frequencies of RoPE depend on the length of the prompt (see `rope_regime`).
         weights_held: Function that takes a time of `time.monotonic` and returns whether the weights still match the
             fingerprint, based on a complete read that began after that time. Thread-safe.
@@ -258,7 +259,7 @@ class Fingerprinter:
             problem,
             looks_ahead(model),
             description.trains,
-            description.compiles,
+            description.compiles or is_compiled(model),
             bool(varying_rope(text)),
             partial(self._weights.held_since, self._weights.digest),
         )

@@ -283,8 +283,12 @@ def layers(model):
     return model
 
 
-@pytest.mark.parametrize(("compiled", "when"), pairs([whole, in_place, forward, inner, layers], ["before", "after"]))
+_COMPILED = *pairs([whole, in_place, forward, inner, layers], ["before", "after"]), *pairs([inner, layers], ["last"])
+
+
+@pytest.mark.parametrize(("compiled", "when"), _COMPILED)
 def test_compiled_models_fall_back(tmp_path, compiled, when):
+    """The model is compiled before or after it is attached, or last, after its cache was created."""
     torch._dynamo.reset()
     model, ids = build("llama"), prompt(70)
     expected = model.generate(ids, **GREEDY)
@@ -292,8 +296,9 @@ def test_compiled_models_fall_back(tmp_path, compiled, when):
         store.precompute(model, ids, progress=False)
         if when == "before":
             detach(model)
+        cache = TieredCache(model, store) if when == "last" else None
         made = compiled(model)
-        cache = TieredCache(made, store)
+        cache = cache or TieredCache(made, store)
         assert torch.equal(made.generate(ids, past_key_values=cache, **GREEDY), expected)
         assert cache.stats.tokens_restored == 64
         detach(made)
