@@ -48,7 +48,8 @@ class Registry(Mapping[str, Part], Generic[Part]):
         if fault := self._fault(name, part):
             raise ConfigError(f"the {self._kind} {name} cannot be registered: {fault}")
         if self._parts.get(name, part) is not part and name not in self._loaded:
-            raise ConfigError(f"a {self._kind} with the name {name!r} already exists; choose another name")
+            taken = ", ".join(self._parts)
+            raise ConfigError(f"a {self._kind} with the name {name!r} already exists; choose another one than {taken}")
         self._parts[name] = part
         self._loaded.discard(name)
 

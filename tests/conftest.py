@@ -34,6 +34,7 @@ typer.main.get_command = functools.cache(typer.main.get_command)
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--real", action="store_true", help="run the tests that need a pretrained model, too")
+    parser.addoption("--backend", help="address that tests/store/test_backend.py checks; {} becomes a name")
     parser.addoption("--thorough", action="store_true", help="run all combinations, and more examples of each property")
 
 

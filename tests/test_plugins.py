@@ -37,8 +37,10 @@ from hf_tiered_cache.selection.clusters import ClusterIndex
 from hf_tiered_cache.selection.decode_index import DecodeIndex
 from hf_tiered_cache.selection.prompt import PREFETCHED
 from hf_tiered_cache.selection.selectors import Selection, SelectionInput, Selector
+from hf_tiered_cache.store.backends import register_backend
 from hf_tiered_cache.store.codecs import CODECS, Field, make_codec, register_codec
 from hf_tiered_cache.store.geometry import Geometry
+from hf_tiered_cache.store.objects import ObjectBackend
 
 DOCS = Path(__file__).parent.parent / "docs"
 PREFIX = 200
@@ -85,7 +87,7 @@ def test_names_are_registered_once(installed):
     numbers.register("one", 1)
     assert numbers["one"] == 1 and numbers.name_of(1) == "one" and numbers.name_of(2) is None
     for name, part, reason in [
-        ("one", 2, "already exists"),
+        ("one", 2, "already exists; choose another one than .*one"),
         ("a:b", 3, "use letters"),
         (Path, "path", "use letters"),  # the arguments in the wrong order
         ("two", "2", "not a number"),
@@ -215,6 +217,7 @@ class Unevicting(Exact):
         (lambda: make_method(Unheard()), "it has observer, but does not derive from ForConversation"),
         (lambda: register_index("half", Half), "it lacks build, chunks, rank_together"),
         (lambda: register_index("bare", Bare), "it is not a dataclass"),
+        (lambda: register_backend("half", ObjectBackend), "it lacks delete_object, find_object, get_object"),
         (lambda: Unplaced(), "geometry must be a Geometry, not 3"),
         (lambda: Unevicting(), "unknown eviction policy 'mine'"),
         (lambda: register_codec(halves(encode=in_place)), "encode changes the tensor that it gets"),

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ..errors import StoreBusyError
+from ..errors import ConfigError, StoreBusyError, with_type
 from .backend import HeadLength, SegmentBackend
 from .engines import EngineFile, ReadOp
 from .engines.base import Call, coalesce, in_threads
@@ -160,9 +160,18 @@ class ObjectBackend(ABC, SegmentBackend):
 
         Raises OSError if bytes are missing: a short answer of a place must not count as a damaged object.
         """
-        content = self.get_object(name, stored.version, offset, nbytes)
+        content = self._checked_range(name, stored.version, offset, nbytes)
         if len(content) < min(nbytes, stored.size - offset):
             raise OSError(errno.EIO, "fewer bytes were returned than it has", f"{self.place}/{name}")
+        return content
+
+    def _checked_range(self, name: str, version: Any, offset: int, nbytes: int) -> bytes:
+        content = self.get_object(name, version, offset, nbytes)
+        try:
+            memoryview(content)
+        except TypeError:
+            answer = f"not {with_type(content)} for {name}"
+            raise ConfigError(f"{type(self).__name__}.get_object must return bytes, {answer}") from None
         return content
 
     def _read_version(self, name: str, read: Callable[[Stored], _T]) -> _T:
@@ -187,7 +196,7 @@ class ObjectBackend(ABC, SegmentBackend):
         file = call.file
         assert isinstance(file, ObjectFile)
         try:
-            content = self.get_object(file.name, file.version, call.offset, call.nbytes)
+            content = self._checked_range(file.name, file.version, call.offset, call.nbytes)
         except OSError as error:
             error.filename = file.path  # a batch may read several objects
             raise

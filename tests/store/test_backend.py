@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
+import uuid
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from segments import hashes, read_back, segment, store_over
 from servers import REMOTES
 from threads import run_in_threads
 
-from hf_tiered_cache.errors import FormatError, IntegrityError, StoreBusyError, StoreClosedError
+from hf_tiered_cache.errors import ConfigError, FormatError, IntegrityError, StoreBusyError, StoreClosedError
 from hf_tiered_cache.store import folder, maintain, objects
 from hf_tiered_cache.store.backend import SegmentBackend
 from hf_tiered_cache.store.backends import open_remote
@@ -29,14 +30,22 @@ OTHER = SEGMENT_MAGIC + DATA[: len(SEGMENT_MAGIC) - 1 : -1]
 SIZE = len(DATA)
 
 
-@pytest.fixture(params=KINDS)
+def pytest_generate_tests(metafunc):
+    if "backend" in metafunc.fixturenames:
+        address = metafunc.config.getoption("--backend")
+        metafunc.parametrize("backend", [address] if address else KINDS, indirect=True)
+
+
+@pytest.fixture
 def backend(request, tmp_path, place_of):
     if request.param == "memory":
         made: SegmentBackend = MemoryBackend()
     elif request.param == "folder":
         made = FolderBackend(tmp_path, PosixEngine())
-    else:
+    elif request.param in KINDS:
         made = open_remote(place_of(request.param.removesuffix("://")))
+    else:
+        made = open_remote(request.param.format(uuid.uuid4().hex))
     yield made
     made.close()
 
@@ -284,6 +293,15 @@ def test_the_lock_is_for_one_at_a_time(backend, monkeypatch):
     assert len(refused) == 1
     other()
     assert len(refused) == 1
+
+
+def test_an_answer_that_is_no_bytes_names_the_backend(place_of, monkeypatch):
+    backend = open_remote(place_of("memory"))
+    put(backend)
+    monkeypatch.setattr(type(backend), "get_object", lambda *arguments: None)
+    with pytest.raises(ConfigError, match=r"ObjectStoreBackend\.get_object must return bytes, not None"):
+        whole(backend)
+    backend.close()
 
 
 def test_a_closed_backend_reads_no_more(backend):

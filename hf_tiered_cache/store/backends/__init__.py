@@ -53,16 +53,22 @@ _BUILT_IN = {
         "machines without CUDA",
     ),
 }
-BACKENDS: Registry[Opener] = Registry(
-    "backend", "hf_tiered_cache.backends", _BUILT_IN, lambda name, part: "" if callable(part) else "it cannot be called"
-)
+
+
+def _fault(name: str, opener: object) -> str:
+    if missing := getattr(opener, "__abstractmethods__", None):
+        return f"it lacks {', '.join(sorted(missing))}"
+    return "" if callable(opener) else "it cannot be called"
+
+
+BACKENDS: Registry[Opener] = Registry("backend", "hf_tiered_cache.backends", _BUILT_IN, _fault)
 """Openers of backends by the scheme of their addresses, those of plug-ins included."""
 
 
 def register_backend(scheme: str, opener: Opener) -> None:
     """Add a backend: `KVStore("scheme://...")` calls `opener` with the whole address.
 
-    Raises ConfigError if the scheme is invalid or taken, or `opener` cannot be called.
+    Raises ConfigError if the scheme is invalid or taken, or `opener` cannot be called or is an abstract class.
     """
     BACKENDS.register(scheme, opener)
 
@@ -131,5 +137,8 @@ def _opener(address: str) -> Opener:
     except ValueError as error:
         raise ConfigError(f"{shown} is no address: {error}") from None
     if scheme not in BACKENDS:
-        raise ConfigError(f"unknown backend {scheme!r} in the address {shown!r}; there are: {', '.join(BACKENDS)}")
+        raise ConfigError(
+            f"unknown backend {scheme!r} in the address {shown!r}; there are: {', '.join(BACKENDS)}. Install the "
+            "package that provides it, or register it"
+        )
     return BACKENDS[scheme]
