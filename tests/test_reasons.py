@@ -218,6 +218,17 @@ def test_one_line_a_request(store, caplog):
         assert line.startswith(expected)
 
 
+def test_the_line_of_a_request_says_what_the_budget_left(store, caplog):
+    caplog.set_level(logging.INFO, "hf_tiered_cache")
+    model, method = build("llama"), KVDrive(0.5, local=16)
+    store.precompute(model, prompt(160)[:, :128], method=method, progress=False)
+    cache = TieredCache(model, store, method=method, record=False)
+    model.generate(prompt(160), past_key_values=cache, **GREEDY)
+    attended = cache.stats.tokens_attended
+    assert 0 < attended < 128
+    assert f"128 tokens restored (slowest tier: host), {attended} of them attended to, 32 computed" in caplog.text
+
+
 def test_the_reason_stands_in_the_table_in_json_and_in_notebooks(store):
     stats = ask(build("llama"), store)
     assert "no stored KV" in str(stats)

@@ -303,10 +303,12 @@ class CacheState:
         if reason:
             self.explain(reason)
         stats = self.collector.stats
+        is_selected = stats.tokens_attended != stats.tokens_restored
         logger.info(
-            "%d tokens restored (slowest tier: %s), %d computed, %.0f ms waiting for KV%s",
+            "%d tokens restored (slowest tier: %s)%s, %d computed, %.0f ms waiting for KV%s",
             stats.tokens_restored,
             stats.tier,
+            f", {stats.tokens_attended} of them attended to" if is_selected else "",
             stats.tokens_computed,
             1e3 * stats.stall_seconds,
             reason and f"; {reason}",
