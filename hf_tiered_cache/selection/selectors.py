@@ -143,8 +143,8 @@ class Selection:
     """Result of a selector.
 
     Args:
-        tokens: Selected tokens, int64 `[sets, count]`, ascending in each set: one set for all KV heads, or one per KV
-            head.
+        tokens: Selected tokens, int64 `[sets, count]`, distinct and ascending in each set: one set for all KV heads, or
+            one per KV head.
         mass: Attention of the queries to each restored token, as far as known, float `[rows, tokens]`: one row for all
             KV heads, or one per KV head.
     """
