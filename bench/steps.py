@@ -165,6 +165,32 @@ def operations() -> dict[str, dict[str, float]]:
     }
 
 
+@torch.no_grad()
+def count_calls(folder: Path, layers: int) -> dict[str, int]:
+    """Count the calls of an exact prompt's pass and of a token's, without spot checks and recording."""
+    model = model_of(layers, kv_heads=2)
+    prompt = torch.randint(1, 128, (1, PREFIX + SUFFIX))
+    options = {"spot_checks": 0.0} if "spot_checks" in inspect.signature(KVStore).parameters else {}
+    with KVStore(folder / f"calls-{layers}", **options) as store:
+        store.precompute(model, prompt[:, :PREFIX], progress=False)
+        for _ in range(4):  # the last pass is counted, the others warm up
+            cache = TieredCache(model, store, record=False)
+            passes = {
+                "prompt": partial(model, input_ids=prompt, past_key_values=cache, logits_to_keep=1),
+                "token": partial(model, input_ids=prompt[:, :1], past_key_values=cache),
+            }
+            counts = {kind: counted(run)["calls"] for kind, run in passes.items()}
+            assert cache.stats.tokens_restored == PREFIX
+    return counts
+
+
+def calls_per_layer() -> dict[str, float]:
+    """Return the calls of one more layer, from models with four and with twelve layers."""
+    with tempfile.TemporaryDirectory() as folder:
+        few, many = (count_calls(Path(folder), layers) for layers in (4, 12))
+    return {kind: (many[kind] - few[kind]) / 8 for kind in few}
+
+
 class Workload:
     """Model, prompts, and a store with a prefix and two passages for each method."""
 
@@ -251,7 +277,13 @@ def measure(turns: int) -> dict[str, Any]:
         counts = {name: work.counts(name) for name in METHODS}
         times = work.times(turns)
         work.close()
-    return {"package": str(PACKAGE), "counts": counts, "operations": operations(), "times": times}
+    return {
+        "package": str(PACKAGE),
+        "counts": counts,
+        "calls_per_layer": calls_per_layer(),
+        "operations": operations(),
+        "times": times,
+    }
 
 
 def measure_in_process(source: Path, turns: int) -> dict[str, Any]:
@@ -291,6 +323,9 @@ def report(document: dict[str, Any]) -> str:
     def operation_counts(kind: str, figures: dict[str, Any]) -> str:
         return " / ".join(f"{count:+g}" for count in figures["operations"][kind].values())
 
+    def layer_calls(kind: str, figures: dict[str, Any]) -> str:
+        return f"{figures['calls_per_layer'][kind]:g}"
+
     def times(figures: dict[str, Any], name: str, kind: str) -> str:
         return f"{median(figures['times'][f'{name}, {kind}']) * 1e3:.2f} ms"
 
@@ -300,6 +335,11 @@ def report(document: dict[str, Any]) -> str:
         f"passages of {PREFIX}) in host memory, a suffix of {SUFFIX}. Columns are commits.\n\n"
         "## Calls / distinct functions / changes of file\n\n"
         + table(["pass of", *sources], rows(counts, KINDS))
+        + "\n## Calls that a layer adds, exact method, without spot checks\n\n"
+        + table(
+            ["pass of", *sources],
+            [[f"a {kind}", *map(partial(layer_calls, kind), sources.values())] for kind in KINDS],
+        )
         + "\n## Kernels / views that a layer needs in addition to DynamicCache, exact method\n\n"
         + table(
             ["pass of", *sources],
@@ -334,7 +374,8 @@ def main() -> None:
     sources = {}
     for commit, commit_figures in rounds.items():
         commit_counts = {
-            name: medians([figures[name] for figures in commit_figures]) for name in ("counts", "operations")
+            name: medians([figures[name] for figures in commit_figures])
+            for name in ("counts", "calls_per_layer", "operations")
         }
         times = {name: [figures["times"][name] for figures in commit_figures] for name in commit_figures[0]["times"]}
         sources[commit] = {**commit_counts, "times": times}

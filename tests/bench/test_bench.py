@@ -213,6 +213,8 @@ def test_steps(tmp_path, monkeypatch):
     # blocks to columns and what is computed behind them: four copies for its two joins; a rotation and its copy: six
     assert asked["prompt"]["kernels"] <= 8 and asked["prompt"]["views"] <= 39
     assert asked["token"]["kernels"] <= 0 and asked["token"]["views"] <= 4
+    layer = found["calls_per_layer"]
+    assert 0 < layer["token"] <= 16 and layer["token"] < layer["prompt"] <= 110
     page = (tmp_path / "steps-cpu.md").read_text()
     assert "changes of file" in page and "Kernels / views" in page
 
