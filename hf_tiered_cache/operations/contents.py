@@ -36,8 +36,8 @@ class StoreContents:
     _storage: Storage
 
     def segments(self) -> list[SegmentRow]:
-        """Return the stored segments, most recently used last. Raises StoreError if the catalogue fails."""
-        return self._opened.disk.index.rows()
+        """Return the stored segments, most recently used last. Raises StoreError if not all are known."""
+        return self._opened.disk.index.complete_rows(but_unreadable=True)
 
     @naming_place
     def verify(self, *, progress: bool = False, repair: bool = False) -> maintain.VerifyReport:
@@ -102,8 +102,13 @@ class StoreContents:
         """
         self._opened.disk.pin(ids, pinned)
 
+    @naming_place
     def conversations(self) -> list[ConversationInfo]:
-        """Return the suspended conversations, most recently used last, with their contents and current user."""
+        """Return the suspended conversations, most recently used last, with their contents and current user.
+
+        Raises:
+            StoreError: The conversations or the stored segments cannot be listed.
+        """
         return self._storage.conversations.listed(self.segments())
 
     @naming_place
@@ -123,11 +128,15 @@ class StoreContents:
         """
         return remove_conversations(self._opened, [conversation_id])
 
+    @naming_place
     def documents(self, label: str | None = None) -> list[DocumentInfo]:
         """Return the documents that passages are stored under, and the state of each, sorted by label.
 
         Args:
             label: Label of the documents to return (one for each model and way of computing); None for all.
+
+        Raises:
+            StoreError: The documents or the stored segments cannot be listed.
         """
         infos = self._storage.documents.listed(self.segments())
         return [info for info in infos if label in (None, info.label)]

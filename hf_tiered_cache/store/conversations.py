@@ -119,7 +119,7 @@ class Conversations(Records[ConversationRecord]):
     # --- records
 
     def all(self) -> list[ConversationRecord]:
-        """Return all readable records, most recently suspended last."""
+        """Return all readable records, most recently suspended last. Raises OSError if they cannot be listed."""
         return sorted(super().all(), key=lambda record: record.suspended)
 
     def listed(self, rows: Iterable[SegmentRow]) -> list[ConversationInfo]:

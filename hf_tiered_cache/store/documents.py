@@ -101,7 +101,7 @@ class Documents(Records[DocumentRecord]):
     record = DocumentRecord
 
     def all(self) -> list[DocumentRecord]:
-        """Return all readable records, sorted by label."""
+        """Return all readable records, sorted by label. Raises OSError if they cannot be listed."""
         return sorted(super().all(), key=lambda record: record.key)
 
     def listed(self, rows: Iterable[SegmentRow]) -> list[DocumentInfo]:

@@ -55,7 +55,7 @@ class Index:
         """Segments without a row that could not be read, and the reasons."""
         self._unread = ""  # why other stored segments may have no row
         self._is_complete = False  # whether the last scan that ended has added all that could be read
-        self._failure = ""  # why the catalogue failed last
+        self._failure = ""  # why the catalogue failed last, until the next scan
         self._scanned, self._failed_scans = 0.0, 0  # time of the last scan, and consecutive scans that were incomplete
         self._repair_lock = threading.Lock()
         self._repaired_at = self._opened = -_REPAIR_SECONDS
@@ -167,6 +167,7 @@ class Index:
 
     def scan(self) -> None:
         """Synchronize the catalogue with the backend: add segments without a row, and remove rows without a segment."""
+        self._failure = ""
         generation, listed = self.catalogue.generation, self.ids()
         try:
             present = set(self._backend.names())
@@ -207,11 +208,11 @@ class Index:
 
     @property
     def is_incomplete(self) -> bool:
-        """True if stored segments could not be listed, read or added, so that they are not found."""
-        return bool(self._unread or self.unreadable)
+        """True if stored segments could not be listed, read, added or looked up, so that they are not found."""
+        return bool(self._unread or self.unreadable or self._failure)
 
     def catch_up(self) -> None:
-        """Scan again if segments could not be read or added, and the last scan was long enough ago."""
+        """Scan again if `is_incomplete`, and the last scan was long enough ago."""
         if not self.is_incomplete:
             self._failed_scans = 0
             return

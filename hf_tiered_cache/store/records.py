@@ -179,14 +179,8 @@ class Records(Generic[R]):
         return self._get(record_name(*key))
 
     def all(self) -> list[R]:
-        """Return all readable records. Others are logged, also if none can be listed."""
-        names: list[str] = []
-        try:
-            names = self.names()
-        except OSError as error:
-            folder = self.files.where(self.kind, "")
-            self._warn("", f"the records in {folder} cannot be listed ({error.strerror}); check the disk")
-        return [record for record in map(self._get, names) if record is not None]
+        """Return all readable records. Others are logged. Raises OSError if they cannot be listed."""
+        return [record for record in map(self._get, self.names()) if record is not None]
 
     def naming(self, ids: Collection[str], but: Collection[str] = ()) -> Iterator[R]:
         """Yield the records that contain some of these ids of 32 hexadecimal digits, but those in the files `but`.

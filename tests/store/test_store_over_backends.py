@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import re
+import sqlite3
 import time
 
 import pytest
@@ -18,6 +19,7 @@ from hf_tiered_cache.cache.calibrations import keep_records, records_of
 from hf_tiered_cache.kvstore import storage_of
 from hf_tiered_cache.methods import ContiguousKV, Epic
 from hf_tiered_cache.store.backends import BACKENDS, register_backend
+from hf_tiered_cache.store.catalogue import Catalogue
 from hf_tiered_cache.store.kinds import CALIBRATIONS_NAME
 from hf_tiered_cache.store.quota import CATALOGUE_GROWTH
 
@@ -274,6 +276,31 @@ def test_a_fault_that_has_passed_costs_no_more_than_a_second(model, objects, mon
             assert cache.stats.reason == reasons.UNREADABLE and time.monotonic() < deadline
             time.sleep(0.2)
         assert cache.stats.tokens_restored == 80
+
+
+def test_a_catalogue_that_fails_is_not_an_empty_one(model, tmp_path, monkeypatch):
+    def locked(*_):
+        raise sqlite3.OperationalError("database is locked")
+
+    with KVStore(tmp_path) as store:
+        store.precompute(model, IDS[:, :80])
+        with monkeypatch.context() as patch:
+            patch.setattr(Catalogue, "beginning_with", locked)
+            assert logits(model, store, record=False)[1].stats.reason == reasons.UNREADABLE
+        assert logits(model, store, record=False)[1].stats.tokens_restored == 80
+
+
+@pytest.mark.parametrize("kind", ["conversation", "document"])
+def test_records_that_cannot_be_listed_are_not_missing(objects, monkeypatch, kind):
+    backend = Flaky(objects)
+    with KVStore(backend=backend) as store:
+        listed = backend.list_objects
+        monkeypatch.setattr(backend, "list_objects", lambda name: fails() if name == f"{kind}s" else listed(name))
+        with pytest.raises(StoreError, match="no answer"):
+            getattr(store, f"{kind}s")()
+        if kind == "document":  # a conversation is found by its id
+            with pytest.raises(StoreError, match="no answer"):
+                store.remove_document("report")
 
 
 @pytest.mark.parametrize("length", [0, 100, 4000])
