@@ -226,7 +226,10 @@ class ModelDescription(RunnerDescription):
                 for key in value.keys() - idle:
                     self.watch.item(value, key)
                 value = {key: item for key, item in value.items() if key not in idle}
-            self.add(f"the attribute {location}.{name}" if location else f"the attribute {name}", value)
+            add = (
+                self._add_setting if origin_of_class(kind) in TRUSTED else self.add
+            )  # it may come from a configuration
+            add(f"the attribute {location}.{name}" if location else f"the attribute {name}", value)
         if kind._save_to_state_dict is not nn.Module._save_to_state_dict:  # packed and scaled weights of int8 layers
             saved: dict[str, Any] = {}
             module._save_to_state_dict(saved, "", True)
@@ -272,9 +275,9 @@ class ModelDescription(RunnerDescription):
                 self._guard(self._add_setting, f"{location}.{name}", value)
 
     def _add_setting(self, location: str, value: Any) -> None:
-        """Describe a value of a configuration, without the order of dictionaries, which is lost when it is saved."""
+        """Describe a value of a configuration without what saving loses: the order of dictionaries, and tuples."""
         if type(value) is not dict or not all(type(key) is str for key in value):
-            self.add(location, value)
+            self.add(location, list(value) if type(value) is tuple else value)
             return
         self.words.append(f"dict of {len(value)}")
         self.watch.content(value)

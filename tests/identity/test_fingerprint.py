@@ -11,7 +11,15 @@ import torch
 from families import FAMILIES, build, longrope, prompt
 from thorough import some
 from torch.backends import ContextProp
-from transformers import AutoModelForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+    MptConfig,
+    MptForCausalLM,
+    WhisperConfig,
+    WhisperForCausalLM,
+)
 
 from hf_tiered_cache import KVStore, TieredCache, UnsupportedModelError
 from hf_tiered_cache.identity import Fingerprinter, fingerprint, rope_regime
@@ -87,6 +95,33 @@ def test_a_model_that_was_saved_and_loaded_keeps_it(tmp_path):
     assert before == fingerprint(model)
     loaded.config.rope_parameters["factor"] = 3.0
     assert name() == fingerprint(loaded) != before
+
+
+def glm4_moe():
+    """Return a model whose layers keep a dictionary of the configuration."""
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    experts = {"moe_intermediate_size": 32, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2}
+    sizes = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    return Glm4MoeForCausalLM(Glm4MoeConfig(**sizes, **heads, **experts))
+
+
+def mpt():
+    """Return a model with a configuration within its configuration."""
+    return MptForCausalLM(MptConfig(d_model=64, n_heads=4, n_layers=2, vocab_size=97, max_seq_len=256))
+
+
+def whisper():
+    """Return a model with a tuple in its configuration."""
+    heads = {"decoder_attention_heads": 4, "encoder_attention_heads": 4}
+    sizes = {"d_model": 64, "decoder_layers": 2, "decoder_ffn_dim": 96, "encoder_layers": 1}
+    return WhisperForCausalLM(WhisperConfig(vocab_size=97, **sizes, **heads, pad_token_id=0))
+
+
+@pytest.mark.parametrize("make", [glm4_moe, mpt, whisper])
+def test_saving_changes_values_of_a_configuration_but_not_the_fingerprint(make, tmp_path):
+    model = make().eval()
+    model.save_pretrained(tmp_path)
+    assert fingerprint(type(model).from_pretrained(tmp_path).eval()) == fingerprint(model)
 
 
 def test_an_upgrade_of_the_library_or_its_format_leaves_what_is_stored(tmp_path, monkeypatch):
