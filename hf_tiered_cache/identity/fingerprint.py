@@ -328,8 +328,11 @@ def looks_ahead(model: PreTrainedModel) -> bool:
         return True
     if any("lily_router" in module._modules and active_adapters(module) for module in model.modules()):
         return True  # PEFT's Lily adapters route by the mean over the tokens of a pass
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
-    return any(getattr(module, "is_causal", None) is False for module in (decoder or model).modules())
+    decoder = (model.get_decoder() if hasattr(model, "get_decoder") else None) or model
+    # a module that is not causal beside one that is attends to an encoder (see `forward`'s arguments in `cache`)
+    siblings = [[decoder], *(list(module.children()) for module in decoder.modules())]
+    flags = [{getattr(module, "is_causal", None) for module in modules} for modules in siblings]
+    return any(False in causal and True not in causal for causal in flags)
 
 
 def devices(model: PreTrainedModel) -> str:

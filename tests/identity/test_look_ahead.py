@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from families import prompt
-from transformers import CONFIG_MAPPING, PreTrainedModel
+from transformers import CONFIG_MAPPING, DynamicCache, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hf_tiered_cache import KVStore, TieredCache, reasons
@@ -27,7 +27,14 @@ SIZES: dict[str, Any] = {
 }
 """Small values of settings that many configurations have. Large weights make the attention depend on its tokens."""
 MOST_PARAMETERS = 60_000_000
-ORDINARY = [("doge", {}), ("doge", {"is_moe": True}), ("bert", {}), ("bert", {"is_decoder": False}), ("gpt2", {})]
+ORDINARY = [
+    ("doge", {}),
+    ("doge", {"is_moe": True}),
+    ("bert", {}),
+    ("bert", {"is_decoder": False}),
+    ("gpt2", {}),
+    ("bart", {}),
+]
 BROKEN = (TypeError,) if transformers.__version__.startswith("5.17.") else ()
 """Errors of kinds that cannot compute: Doge's mixture of experts takes transformers 5.18 and later."""
 ALL = [(kind, {}) for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
@@ -77,3 +84,16 @@ def test_no_prefix_is_reused_where_tokens_depend_on_later_ones(kind, changes, tm
         assert kind != "doge" or cache.stats.reason == reasons.LOOKS_AHEAD
     elif not cache.stats.reason:
         assert cache.stats.tokens_restored == 64
+
+
+@torch.no_grad()
+def test_a_decoder_that_can_attend_to_an_encoder_reuses_prefixes_without_one(tmp_path):
+    model, ids, with_states = tiny("bart", {}), prompt(80), {"encoder_hidden_states": torch.randn(1, 8, 64)}
+    with KVStore(tmp_path, engine="posix") as store:
+        for given, restored in ((with_states, 0), ({}, 0), ({}, 79), (with_states, 0)):
+            cache = TieredCache(model, store)
+            logits = model(ids, past_key_values=cache, logits_to_keep=1, **given).logits
+            assert cache.stats.tokens_restored == restored
+            expected = model(ids, past_key_values=DynamicCache(config=model.config), logits_to_keep=1, **given).logits
+            torch.testing.assert_close(logits, expected)
+            store.flush()
