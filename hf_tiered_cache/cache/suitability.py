@@ -6,9 +6,11 @@ import dis
 import inspect
 from itertools import pairwise
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from ..errors import CacheMismatchError, ConfigError, TieredCacheError, UnsupportedModelError
+from ..identity.origin import referenced_names
 from ..methods import BudgetMethod, ForConversation, Method, Passages, PrefixMethod
 from ..patches.attach import Attachment
 from ..patches.attention import SELECTING, WRAPPED, can_scatter, can_select, passes_mask_on, shows_queries
@@ -16,8 +18,8 @@ from ..patches.layers import can_drop, code_of
 from ..patches.scope import CACHE_ARGUMENTS
 
 _HIDES_KEYS = "attends to other keys than it passes to its cache, or bypasses the registered attention function"
-_OWN_POSITIONS = ("create_position_ids_from_input_ids", "rope_deltas")
-"""Members of modules that number tokens by themselves."""
+_OWN_POSITIONS = frozenset({"create_position_ids_from_input_ids", "rope_deltas"})
+"""Members of modules that number tokens by themselves, if a method uses them."""
 
 
 def check_causal(model: PreTrainedModel) -> None:
@@ -74,11 +76,19 @@ def counts_positions(model: PreTrainedModel) -> bool:
     modules = list(model.modules())
     for module in modules:
         table = getattr(module, "position_embeddings", None)
-        if getattr(table, "padding_idx", None) is not None or any(hasattr(module, name) for name in _OWN_POSITIONS):
+        if getattr(table, "padding_idx", None) is not None or _numbers_tokens(module):
             return False
     owners = (type(model).forward.__module__, type(model.base_model).forward.__module__)
     is_known = all(owner.partition(".")[0] == "transformers" for owner in owners)
     return is_known or any(type(module).__name__.endswith("RotaryEmbedding") for module in modules)
+
+
+def _numbers_tokens(module: nn.Module) -> bool:
+    """Return whether a module has one of `_OWN_POSITIONS` for more than to initialize it, as Exaone 4.5 does."""
+    if not any(hasattr(module, name) for name in _OWN_POSITIONS):
+        return False
+    methods = [method for name, method in inspect.getmembers(type(module), inspect.isfunction) if name != "__init__"]
+    return any(code and _OWN_POSITIONS & referenced_names(code) for code in map(code_of, methods))
 
 
 def check_depth(attachment: Attachment) -> None:

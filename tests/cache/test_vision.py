@@ -218,3 +218,20 @@ def test_text_is_reused_although_images_look_ahead(gemma, store, image, types):
         found = torch.stack(gemma.generate(ids, past_key_values=cache, **options).logits)
         torch.testing.assert_close(found, logits, rtol=0, atol=1e-9)
         assert cache.stats.tokens_restored == restored, cache.stats.reason
+
+
+@pytest.mark.skipif(not hasattr(transformers, "Exaone4_5_Config"), reason="this version of transformers lacks it")
+def test_a_model_that_sets_rope_deltas_but_never_uses_them_counts_positions(store):
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "num_key_value_heads": 2}
+    config = transformers.Exaone4_5_Config(
+        text_config=_TEXT | {"model_type": "exaone4"},
+        vision_config=vision | {"out_hidden_size": 64, "fullatt_block_indexes": [0]},
+        image_token_id=IMAGE,
+        video_token_id=151,
+    )
+    model, alone = transformers.Exaone4_5_ForConditionalGeneration(config).eval(), text(100)
+    for restored in (0, 96):  # generate() passes no positions to it
+        cache = TieredCache(model, store)
+        ours = model.generate(alone, past_key_values=cache, **GREEDY)
+        assert torch.equal(ours, model.generate(alone, **GREEDY))
+        assert cache.stats.tokens_restored == restored
