@@ -69,6 +69,10 @@ NOT_ENCRYPTED = "the stored KV of this model is not encrypted, and a store with 
 NO_KEY = "the stored KV of this model is encrypted; open the store with its key"
 OTHER_KEY = "the stored KV of this model is encrypted with another key; open the store with that key"
 EVICTED = "the conversation's KV is no longer stored (evicted, expired or removed), so its history is computed"
+EVICTED_IN_PART = (
+    "a part of the conversation's KV is no longer stored (evicted, expired, damaged or removed), so the history is "
+    "computed from there on"
+)
 OTHER_HISTORY = "the history does not begin with the tokens of the stored conversation, so it is computed"
 IN_PART = "only a part of these tokens' KV is stored, which this method cannot restore; use the method that stored it"
 PREFIX_NOT_STORED = (

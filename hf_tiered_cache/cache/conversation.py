@@ -81,8 +81,18 @@ class Conversation:
             return reasons.of_another_model(differing_facts(identity.facts, record.model))
         if record.provenance != method.provenance:
             return reasons.of_another_method(record.method)
-        is_stored = any(self._storage.disk.index.row(segment) is not None for segment in record.segments)
+        first_rows = map(self._storage.disk.index.row, record.segments[:1])
+        is_stored = any(row is not None and not row.is_expired for row in first_rows)
         return reasons.OTHER_HISTORY if is_stored else reasons.EVICTED
+
+    def why_less(self, restored: int) -> str:
+        """Return the reason why a prompt restores only `restored` tokens of the conversation, or ""."""
+        record, row_of = self.record, self._storage.disk.index.row
+        if record is None or restored >= record.tokens:
+            return ""
+        rows = map(row_of, record.segments)
+        is_lost = any(row is None or row.is_expired or row.usable_tokens < row.tokens for row in rows)
+        return reasons.EVICTED_IN_PART if is_lost else ""
 
     def keep(
         self, sequence: SequenceState, rows: list[SegmentRow], tokens: int, merging: str = "", refused_tokens: int = 0

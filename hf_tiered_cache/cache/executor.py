@@ -136,6 +136,8 @@ class Executor(CacheState):
             reason = reasons.DAMAGED
         elif plan is None and (self.unreported or reason == reasons.LAYER_ORDER):
             reason = reason or self._no_plan_reason(request, sequence)
+        elif plan is not None and self.conversation is not None and not request.base:
+            reason = self.conversation.why_less(plan.restored_until)
         else:
             reason = ""
         self.store.note_uses()

@@ -644,6 +644,24 @@ def test_kv_that_was_evicted_has_its_reason_and_is_listed(model, store):
     assert info(store).evicted == [] and info(store).turns == 2
 
 
+@pytest.mark.parametrize("lost", [0, 1])
+def test_kv_of_a_turn_that_was_evicted_has_its_reason(model, store, lost):
+    history = begun(model, store)
+    with TieredCache(model, store, conversation="alice-42") as cache:
+        history = turn(model, cache, history, more=40)
+        assert cache.stats.reason == ""
+    segments = info(store).segments
+    first = next(row for row in store.segments() if row.id == segments[0])
+    store.remove([segments[lost]])
+    with TieredCache(model, store, conversation="alice-42") as cache:
+        assert torch.equal(turn(model, cache, history), plain(model, torch.cat([history, prompt(12, seed=5)], dim=1)))
+        expected = (first.tokens, reasons.EVICTED_IN_PART) if lost else (0, reasons.EVICTED)
+        assert (cache.stats.tokens_restored, cache.stats.reason) == expected
+    with TieredCache(model, store, conversation="alice-42") as cache:
+        turn(model, cache, history[:, :40])  # an edited history, of which nothing is lost
+        assert cache.stats.tokens_restored and cache.stats.reason == ""
+
+
 def test_another_model_leaves_the_record_until_it_is_suspended_in_its_place(store):
     first, second = build("llama"), build("llama", seed=1)
     history = begun(first, store)
