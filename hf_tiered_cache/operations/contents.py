@@ -79,9 +79,9 @@ class StoreContents:
             # before anything is deleted, as in a dry run
             stored = {row.id for row in storage.disk.index.complete_rows(but_unreadable=True)}
             conversations = storage.conversations.sweep(stored | maintain.unlisted_intact(storage.disk), dry_run)
-            report = maintain.gc(storage.disk, dry_run=dry_run)
+            replaced_bytes = {row.id: row.nbytes + sidecars.get(row.id, 0) for row in replaced}
+            report = maintain.gc(storage.disk, replaced_bytes, dry_run=dry_run)
             report.conversations, report.documents = len(conversations), len(documents)
-            report.freed_bytes += sum(row.nbytes + sidecars.get(row.id, 0) for row in replaced)
             report.deleted |= {storage.disk.backend.where(row.id): "its document was replaced" for row in replaced}
             report.deleted |= dict.fromkeys(conversations, "its segments no longer exist")
             report.deleted |= dict.fromkeys(documents, "its passages no longer exist")
@@ -104,11 +104,7 @@ class StoreContents:
 
     @naming_place
     def conversations(self) -> list[ConversationInfo]:
-        """Return the suspended conversations, most recently used last, with their contents and current user.
-
-        Raises:
-            StoreError: The conversations or the stored segments cannot be listed.
-        """
+        """Return the suspended conversations, most recently used last. Raises StoreError if not all are known."""
         return self._storage.conversations.listed(self.segments())
 
     @naming_place
@@ -136,7 +132,7 @@ class StoreContents:
             label: Label of the documents to return (one for each model and way of computing); None for all.
 
         Raises:
-            StoreError: The documents or the stored segments cannot be listed.
+            StoreError: Not all documents are known.
         """
         infos = self._storage.documents.listed(self.segments())
         return [info for info in infos if label in (None, info.label)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -180,14 +180,15 @@ def _read_all(reader: SegmentReader) -> Iterator[tuple[int, int]]:
             yield count * block_group.block_bytes, count
 
 
-def gc(store: SegmentStore, *, dry_run: bool = False) -> GcReport:
+def gc(store: SegmentStore, replaced: Mapping[str, int] | None = None, *, dry_run: bool = False) -> GcReport:
     """Delete expired and damaged segments, and unfinished files of dead writers, and evict segments above the quota.
 
     Nothing is evicted if that would not be enough, as in `Space.make_room`. Segments that cannot be read are kept. With
-    `dry_run`, only report what would be deleted. The catalogue is first synchronized with the files. Raises StoreError
+    `dry_run`, only report what would be deleted. The catalogue is first synchronized with the files. `replaced` are
+    segments that the caller has deleted, or with `dry_run` would have, and their bytes with sidecars. Raises StoreError
     if the pins cannot be listed, the store is not writable, or another process holds its lock.
     """
-    report = GcReport()
+    report, replaced = GcReport(), replaced or {}
     if not dry_run:
         store.check_writable()
     with store.backend.locked():
@@ -202,7 +203,7 @@ def gc(store: SegmentStore, *, dry_run: bool = False) -> GcReport:
         except OSError as error:
             raise StoreError(f"{store.place}: pins cannot be listed ({error.strerror}); check the disk") from error
         store.correct_sizes()
-        rows = {row.id: row for row in store.index.rows()}
+        rows = {row.id: row for row in store.index.rows() if row.id not in replaced}
         unreadable = dict(store.index.unreadable)
         expired = [row.id for row in rows.values() if _is_expired(store, row) and row.id not in pinned]
         expired = _readable(store, expired, unreadable)
@@ -211,8 +212,9 @@ def gc(store: SegmentStore, *, dry_run: bool = False) -> GcReport:
         damaged += unlisted_damaged(store)
         report.expired, report.damaged = len(expired), len(damaged)
         report.deleted |= _files(store, expired, "expired") | _files(store, damaged, "damaged")
-        sidecars, spared, report.freed_bytes = store.sidecars.by_segment(), {*expired, *damaged}, report.temporary_bytes
-        for name in spared:
+        sidecars, spared = store.sidecars.by_segment(), {*expired, *damaged, *replaced}
+        report.freed_bytes = report.temporary_bytes + sum(replaced.values())
+        for name in (*expired, *damaged):
             report.freed_bytes += rows[name].nbytes if name in rows else store.nbytes_of(name)
             report.freed_bytes += sidecars.get(name, 0)
         if not dry_run:

@@ -168,6 +168,19 @@ def test_gc_names_the_replaced_passages_that_a_killed_process_has_left(store, mo
     assert old.id in next(iter(report.deleted))
 
 
+def test_gc_evicts_nothing_in_place_of_replaced_passages(root, model, monkeypatch):
+    with KVStore(root) as store:
+        fill(store, model, [PASSAGES[0]], ["report"])
+        with monkeypatch.context() as killed:
+            killed.setattr(contents, "_delete_replaced", lambda storage, records: [])
+            fill(store, model, [PASSAGES[1]], ["report"])
+        used = storage_of(store).disk.used_bytes()
+    with KVStore(root, disk_quota=used - 1) as store:
+        report = store.gc(dry_run=True)
+        assert (report.evicted, list(report.deleted.values())) == (0, ["its document was replaced"])
+        assert store.gc().as_dict() == report.as_dict()
+
+
 def test_a_document_stays_if_there_is_no_room_for_the_new_one(root, model):
     with KVStore(root) as store:
         fill(store, model, PASSAGES[:1], ["report"])
