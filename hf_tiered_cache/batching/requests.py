@@ -111,11 +111,6 @@ class BatchedRequest:
         return 0 if self._first is None else self._end - self._first
 
     @property
-    def has_begun(self) -> bool:
-        """True if pages hold KV of the request."""
-        return bool(self.matched or self.placed or self._stop)
-
-    @property
     def prompt_is_computed(self) -> bool:
         """True if the pages hold the whole prompt."""
         return self._stop >= len(self.prompt)
@@ -177,7 +172,7 @@ class BatchedRequest:
         if not self.reported:
             self.reported = True
             collector.add(requests=1)
-            reason = "" if self.placed or self.matched else self.reason or reasons.NOT_IN_TIME
+            reason = "" if self.placed or self.matched else self.reason or (reasons.NOT_IN_TIME if self._stop else "")
             if reason:
                 self.executor.explain(reason)
             logger.info(

@@ -302,12 +302,11 @@ class PagedTiers(Listener):
             request.stop_recording()
 
     def _end(self, request: BatchedRequest) -> None:
-        """Store what is captured of a request that the engine has finished."""
+        """Count a request that the engine has finished or cancelled, and store what is captured of it."""
         self._requests.pop(request.id, None)
         request.gone = True
         request.decided = True
-        if request.has_begun:
-            request.report()
+        request.report()
         self._leaving.append(request)
 
     def _store_leaving(self) -> None:

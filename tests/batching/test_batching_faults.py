@@ -152,6 +152,7 @@ def test_a_request_that_is_cancelled_during_its_restore_leaves_nothing(stored, m
         assert finished(manager, [second]) == expected[1:2]
         assert settled(manager) == 0
         assert session.stats.tokens_restored == len(prompts[1]) // 16 * 16
+    assert session.stats.requests == 3 and reasons.NOT_IN_TIME not in session.stats.reasons
 
 
 def test_a_request_whose_lookup_ends_just_after_it_is_stored(store, model, prompts, expected, monkeypatch):
