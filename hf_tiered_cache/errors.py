@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import wraps
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
@@ -175,16 +176,21 @@ class _Placed(Protocol):
 _Store = TypeVar("_Store", bound=_Placed)
 
 
+@contextmanager
+def naming(failure: str) -> Iterator[None]:
+    """Raise a StoreError that begins with `failure`, such as "pins cannot be changed", in place of an OSError."""
+    try:
+        yield
+    except OSError as error:
+        raise StoreError(f"{failure} ({error}); check its space and permissions, and the disk") from error
+
+
 def naming_place(operation: Callable[Concatenate[_Store, _P], _T]) -> Callable[Concatenate[_Store, _P], _T]:
     """Return a method of a store that raises a StoreError with the place instead of the OSError of one of its files."""
 
     @wraps(operation)
     def run(store: _Store, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        try:
+        with naming(f"a file of {store.place} cannot be read or changed"):
             return operation(store, *args, **kwargs)
-        except OSError as error:
-            raise StoreError(
-                f"a file of {store.place} cannot be read or changed ({error}); check its permissions and the disk"
-            ) from error
 
     return run

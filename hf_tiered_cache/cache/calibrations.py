@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from ..errors import StoreError
+from ..errors import naming
 from ..methods import BudgetMethod, describe_method
 from ..passages.recompute import Costs
 from ..stats import TIERS
@@ -387,13 +387,7 @@ def change_records(storage: Storage, name: str, change: Callable[[_Saved], _Save
     Suspended conversations write to this file, too. Raises StoreError if it cannot be written.
     """
     check_saving(storage)
-    try:
-        with storage.disk.backend.locked():
-            records = change(records_of(storage, name))
-            storage.calibrations.write(name, records)
-    except OSError as error:
-        raise StoreError(
-            f"calibrations.json in {storage.place} cannot be written ({error.strerror or error}); check its space and "
-            "permissions"
-        ) from error
+    with naming(f"calibrations.json in {storage.place} cannot be written"), storage.disk.backend.locked():
+        records = change(records_of(storage, name))
+        storage.calibrations.write(name, records)
     return records

@@ -15,7 +15,7 @@ from tqdm.auto import tqdm
 
 from ..cache.conversation import remove_conversations
 from ..cache.storage import Storage
-from ..errors import ConfigError, StoreError, naming_place
+from ..errors import ConfigError, StoreError, naming, naming_place
 from ..stats import StoreStats
 from ..store import maintain
 from ..store.catalogue import SegmentRow
@@ -315,22 +315,16 @@ def enter_documents(
     if not storage.disk.backend.writable:
         raise StoreError(f"{storage.place} is not writable, so labels cannot be saved")
     documents = storage.documents
-    try:
-        with storage.disk.backend.locked():
-            before = {record.label: documents.read(*record.key) for record in records}
-            rows = storage.disk.index.rows()
-            kept = [label for label in incomplete if (old := before[label]) is not None and rows_of(old.passages, rows)]
-            records = [record.in_place_of(before[record.label]) for record in records if record.label not in kept]
-            passage_names = {name for record in records for name in record.passages}
-            kept_ids = [row.id for row in rows_of(passage_names, rows)]
-            storage.disk.make_room(sum(aligned(len(record.encode()), ALIGNMENT) for record in records), kept_ids)
-            documents.write(records)
-            return len(_delete_replaced(storage, [record for record in records if record.leaving])), kept
-    except OSError as error:
-        raise StoreError(
-            f"labels cannot be saved in {storage.place} ({error.strerror or error}); check its space and "
-            "permissions. Passages that are stored stay"
-        ) from error
+    with naming(f"labels cannot be saved in {storage.place}, but stored passages stay"), storage.disk.backend.locked():
+        before = {record.label: documents.read(*record.key) for record in records}
+        rows = storage.disk.index.rows()
+        kept = [label for label in incomplete if (old := before[label]) is not None and rows_of(old.passages, rows)]
+        records = [record.in_place_of(before[record.label]) for record in records if record.label not in kept]
+        passage_names = {name for record in records for name in record.passages}
+        kept_ids = [row.id for row in rows_of(passage_names, rows)]
+        storage.disk.make_room(sum(aligned(len(record.encode()), ALIGNMENT) for record in records), kept_ids)
+        documents.write(records)
+        return len(_delete_replaced(storage, [record for record in records if record.leaving])), kept
 
 
 def find_documents(storage: Storage, labels: Collection[str]) -> list[DocumentRecord]:

@@ -24,7 +24,7 @@ from ..errors import (
     QuotaError,
     RestoreError,
     StoreBusyError,
-    StoreError,
+    naming,
 )
 from .backend import SegmentBackend, Upload
 from .catalogue import SegmentRow
@@ -312,12 +312,8 @@ class SegmentStore(Space):
 
     def sync(self) -> None:
         """Make what was published durable. Raises StoreError."""
-        try:
+        with naming(f"{self.place} cannot be synchronized to disk"):
             self.backend.sync()
-        except OSError as error:
-            raise StoreError(
-                f"{self.place} cannot be synchronized to disk ({error.strerror}); check the disk and call flush() again"
-            ) from error
 
     def close(self) -> None:
         self.readers.clear()

@@ -10,7 +10,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from ..errors import FormatError, IntegrityError, NotOursError, OtherFormatError, OtherKeyError, StoreError
+from ..errors import FormatError, IntegrityError, NotOursError, OtherFormatError, OtherKeyError, naming
 from .catalogue import SegmentRow
 from .conversations import Conversations
 from .disk import SegmentStore
@@ -93,7 +93,7 @@ def verify(store: SegmentStore, *, progress: bool = False, repair: bool = False)
     report, backend = VerifyReport(), store.backend
     if repair:
         store.check_writable()
-    try:
+    with naming(f"{store.place} cannot be listed"):
         report.unknown = backend.unknown()
         foreign = {os.path.join(store.place, path) for path in report.unknown}
         names = [name for name in sorted(backend.names()) if backend.where(name) not in foreign]
@@ -103,8 +103,6 @@ def verify(store: SegmentStore, *, progress: bool = False, repair: bool = False)
             (records, records.names())
             for records in (Conversations(backend.records), Documents(backend.records), Calibrations(backend.records))
         ]
-    except OSError as error:
-        raise StoreError(f"{store.place} cannot be listed ({error.strerror}); check the disk") from error
     sizes = {segment_id: stored.size for segment_id, stored in stored_by_id.items() if stored is not None}
     bar = tqdm(
         total=sum(sizes.values()), unit="iB", unit_scale=True, unit_divisor=1024, desc="verify", disable=not progress
@@ -198,10 +196,8 @@ def gc(store: SegmentStore, replaced: Mapping[str, int] | None = None, *, dry_ru
             orphans, "its segment no longer exists"
         )
         store.index.scan()
-        try:
+        with naming(f"{store.place}: pins cannot be listed"):
             pinned = store.backend.pinned()
-        except OSError as error:
-            raise StoreError(f"{store.place}: pins cannot be listed ({error.strerror}); check the disk") from error
         store.correct_sizes()
         rows = {row.id: row for row in store.index.rows() if row.id not in replaced}
         unreadable = dict(store.index.unreadable)

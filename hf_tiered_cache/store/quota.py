@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import accumulate
 
-from ..errors import ConfigError, QuotaError, StoreError
+from ..errors import ConfigError, QuotaError, StoreError, naming
 from .backend import SegmentBackend, Upload
 from .cipher import Plain
 from .faults import Faults
@@ -218,20 +218,15 @@ class Space:
         """Pin segments, which protects them from eviction, or unpin them. Raises ConfigError or StoreError."""
         self.check_writable()
         ids = list(ids)
-        try:
-            with self.backend.locked():  # else a segment could be evicted that was just pinned
-                stored = self.index.ids() if pinned else None
-                unknown = set[str]() if stored is None else set(ids) - stored
-                if not unknown:
-                    for segment_id in ids:
-                        self.backend.pin(segment_id, pinned)
-                    unknown = {name for name in ids if pinned and self.backend.find(name) is None}  # deleted meanwhile
-                    for segment_id in unknown:
-                        self.backend.pin(segment_id, False)
-        except OSError as error:
-            raise StoreError(
-                f"pins cannot be changed in {self.place} ({error.strerror or error}); check its space and permissions"
-            ) from error
+        with naming(f"pins cannot be changed in {self.place}"), self.backend.locked():
+            stored = self.index.ids() if pinned else None  # under the lock: none can be evicted that was just pinned
+            unknown = set[str]() if stored is None else set(ids) - stored
+            if not unknown:
+                for segment_id in ids:
+                    self.backend.pin(segment_id, pinned)
+                unknown = {name for name in ids if pinned and self.backend.find(name) is None}  # deleted meanwhile
+                for segment_id in unknown:
+                    self.backend.pin(segment_id, False)
         if unknown:
             raise ConfigError(
                 f"segment {min(map(str, unknown))!r} does not exist; store.segments() lists all segments, and "

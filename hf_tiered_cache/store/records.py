@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
-from ..errors import ConfigError, FormatError, NotOursError, OtherFormatError, StoreError
+from ..errors import ConfigError, FormatError, NotOursError, OtherFormatError, StoreError, naming
 from .faults import Notices
 from .kinds import (
     CALIBRATIONS,
@@ -315,12 +315,10 @@ class Calibrations:
 
     def check_writable(self) -> None:
         """Raise StoreError if `write` would fail, since the file is damaged or cannot be read."""
-        try:
+        with naming(f"{self._where} cannot be read"):
             is_missing = self.files.version(CALIBRATIONS, CALIBRATIONS_NAME) is None
             if is_missing or self.files.is_own(CALIBRATIONS, CALIBRATIONS_NAME):
                 return
-        except OSError as error:
-            raise StoreError(f"{self._where} cannot be read ({error.strerror}); check the disk") from error
         raise StoreError(self._advice)
 
     def write(self, name: str, records: Sequence[dict[str, Any]]) -> None:
