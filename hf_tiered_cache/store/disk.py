@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache, partial
 from math import inf
 from pathlib import Path
 from typing import TypeAlias
@@ -273,12 +272,17 @@ class SegmentStore(Space):
 
     def _publish(self, header: SegmentHeader, row: SegmentRow, upload: Upload, replaces: bool) -> None:
         """Publish the file and its catalogue row together. If the row cannot be added, a new file is deleted again."""
-        publish = cache(partial(upload.publish, replaces))  # it may be called again, after the catalogue was replaced
-        is_listed = False
+        is_published = is_listed = False
+
+        def publish() -> None:
+            nonlocal is_published
+            if not is_published:  # it may be called again, after the catalogue was replaced
+                upload.publish(replaces)
+                is_published = True
+
         try:
             is_listed = self.index.add([(row, header.model)], publish)
         finally:  # Ctrl-C interrupts before or after the row is added
-            is_published = publish.cache_info().currsize > 0
             if is_published and not is_listed and not replaces and self.index.row(header.id) is None:
                 self.backend.delete(header.id)
         if not is_listed:
