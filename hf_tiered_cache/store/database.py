@@ -247,8 +247,8 @@ class Database:
         """Return device and inode of the database, and of its log."""
         assert self._files is not None
         files = (CATALOGUE, CATALOGUE_NAME), (CATALOGUE_LOG, f"{CATALOGUE_NAME}-wal")
-        database, log = (self._files.stored(*file) for file in files)
-        return database and database.version, log and log.version
+        database, log = (self._files.find(*file) for file in files)
+        return database and (database.st_dev, database.st_ino), log and (log.st_dev, log.st_ino)
 
     def _in_place(self) -> bool:
         """Return whether the open files are still the ones at the path, which other processes open."""

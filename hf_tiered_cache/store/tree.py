@@ -326,7 +326,8 @@ class FolderTree:
 
 def stored_in(status: os.stat_result) -> Stored:
     """Return the metadata of a file with this status."""
-    return Stored((status.st_dev, status.st_ino), status.st_size, nbytes_of(status))
+    version = status.st_dev, status.st_ino, status.st_mtime_ns  # other programs may write into a file
+    return Stored(version, status.st_size, nbytes_of(status))
 
 
 def nbytes_of(status: os.stat_result) -> int:

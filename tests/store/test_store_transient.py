@@ -556,3 +556,19 @@ def test_a_quota_that_cannot_be_reckoned_lets_nothing_in(tmp_path):
     with failing("scandir", errno.EIO, "tmp"), pytest.raises((OSError, QuotaError)):
         store.used_bytes()
     assert torch.is_tensor(read_back(store, publish(store).id)[0])
+
+
+def test_an_intact_copy_that_is_written_over_an_open_segment_is_served(tmp_path):
+    """As by `cp` or `rsync --inplace` from the store of another machine, with the same tokens and other bits."""
+    ours, others = open_store(tmp_path / "ours"), open_store(tmp_path / "others")
+    header, chain, blocks = segment(hashes(4))
+    assert ours.publish(header, chain, blocks)
+    assert others.publish(header, chain, [block ^ 1 for block in segment(hashes(4))[2]])
+    opened = ours.reader(header.id)
+    with open(ours.path(header.id), "r+b") as file:
+        file.write(others.path(header.id).read_bytes())
+    with pytest.raises(IntegrityError) as caught:
+        opened.read(0, [(0, aligned_bytes(opened.shape.block_groups[0].block_bytes).view(1, -1))]).result()
+    ours.report(header.id, caught.value)
+    assert [row.id for row in ours.find(hashes(4))] == [header.id]
+    assert all(map(torch.equal, read_back(ours, header.id), read_back(others, header.id)))
