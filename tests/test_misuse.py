@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 from dataclasses import fields
 
@@ -19,7 +20,7 @@ from eval.runner import find_variants
 from eval.tasks import find_tasks
 from hf_tiered_cache import ConfigError, Exact, KVStore, TieredCache, UnsupportedModelError, attach, detach, tiered
 from hf_tiered_cache.cli import app
-from hf_tiered_cache.errors import TieredCacheError
+from hf_tiered_cache.errors import StoreError, TieredCacheError
 from hf_tiered_cache.methods import METHODS, CacheBlend, CacheTune, ContiguousKV, Epic, Impress, make_method
 from hf_tiered_cache.methods.base import DEFAULT_BUDGET
 from hf_tiered_cache.patches.attach import attachment_of
@@ -358,6 +359,17 @@ def test_a_path_that_cannot_be_created_is_refused_in_one_sentence(tmp_path):
     for wrong in (tmp_path / ("x" * 300), tmp_path / ("x" * 300) / "kv", tmp_path / "loop", tmp_path / "loop" / "kv"):
         with pytest.raises(TieredCacheError, match=r"cannot be created|cannot be the folder of a store"):
             KVStore(wrong)
+
+
+def test_a_path_that_is_too_long_for_the_catalogue_is_refused_in_one_sentence(tmp_path):
+    folder = tmp_path / ("x" * 200)
+    folder /= "x" * (486 - len(os.fsencode(folder)))
+    with KVStore(folder) as store:
+        store.precompute(build("llama"), prompt(40)[0], progress=False)
+        assert store.stats.segments == 1
+    with pytest.raises(StoreError, match="at most 487 bytes, not 488; choose a shorter one"):
+        KVStore(f"{folder}x")
+    assert not os.path.exists(f"{folder}x")
 
 
 @pytest.mark.parametrize("wrong", [[0.5, 1.0], torch.rand(20), torch.ones(20, dtype=torch.bool), "text", []])

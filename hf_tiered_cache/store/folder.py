@@ -18,12 +18,12 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from stat import S_ISREG
 
-from ..errors import StoreBusyError
+from ..errors import StoreBusyError, StoreError
 from .backend import HeadLength, SegmentBackend
 from .database import has_database
 from .engines import Engine, EngineFile, ReadOp
 from .format import HEADER_BYTES
-from .kinds import DATABASE_FILES, KINDS, LOCK, PIN, SEGMENT, SEGMENT_SUFFIX, SIDECAR, FileKind, file_of
+from .kinds import CATALOGUE_NAME, DATABASE_FILES, KINDS, LOCK, PIN, SEGMENT, SEGMENT_SUFFIX, SIDECAR, FileKind, file_of
 from .lazy import torch
 from .records import RecordFiles
 from .root import StoreRoot, Temporary
@@ -34,6 +34,7 @@ _LOCK_SECONDS = 30.0
 `_LOCK_SECONDS_AFTERWARDS` until the lock is acquired again."""
 _LOCK_SECONDS_AFTERWARDS = 1.0
 _OPENINGS = 100  # maximum number of attempts to open a file that is replaced between two calls each time
+_MOST_PATH_BYTES = 512 - len(f"/{CATALOGUE_NAME}-journal")  # SQLite opens no longer path
 _MOST_UNSYNCED = 1000  # maximum number of files that wait to be made durable
 _UNNAMED = tuple(kind for kind in KINDS if kind not in (SEGMENT, SIDECAR, PIN))
 """Kinds of files that take space and are neither segments nor sidecars. Pins are empty."""
@@ -43,6 +44,10 @@ class FolderBackend(SegmentBackend):
     """Implementation of `SegmentBackend` with a folder, and an engine that is closed with it. Raises StoreError."""
 
     def __init__(self, root: Path, engine: Engine) -> None:
+        if (nbytes := len(os.fsencode(root))) > _MOST_PATH_BYTES:
+            raise StoreError(
+                f"the path of a store has at most {_MOST_PATH_BYTES} bytes, not {nbytes}; choose a shorter one: {root}"
+            )
         self.files = StoreRoot(root)
         self.root, self.place, self.writable = self.files.path, str(self.files.path), self.files.writable
         self.catalogue: StoreRoot | None = self.files
