@@ -90,6 +90,17 @@ def test_an_address_without_a_file_is_refused(address):
         open_remote(address)
 
 
+def test_a_path_that_is_too_long_for_sqlite_is_refused(tmp_path):
+    file = tmp_path / ("x" * 200) / ("x" * 200)
+    file /= "x" * (503 - len(os.fsencode(file)))
+    remote = open_remote(f"sqlite://{file}")
+    remote.put_object(NAME, CONTENT, False)
+    assert content_of(remote) == CONTENT
+    remote.close()
+    with pytest.raises(ConfigError, match="its path has more than 504 bytes; choose a shorter one"):
+        SQLiteBackend(f"sqlite://{file}x")
+
+
 def test_a_process_killed_while_writing_leaves_nothing(path):
     open_remote(f"sqlite://{path}").put_object(NAME, CONTENT, replace=False)
     before = path.stat().st_size
