@@ -91,7 +91,10 @@ def main() -> int:
     add("--new-tokens", type=int, default=32, metavar="N", help="maximum tokens of an answer; default: %(default)s")
     arguments = parser.parse_args()
     questions = arguments.question or list(QUESTIONS)
-    text = " ".join(arguments.text.read_text(encoding="utf-8").split()[: arguments.words])
+    try:
+        text = " ".join(arguments.text.read_text(encoding="utf-8").split()[: arguments.words])
+    except (OSError, UnicodeError) as error:
+        raise SystemExit(f"--text: {error}") from None
     print(f"asking {len(questions)} questions about {len(text):,} characters at once ...", flush=True)
     answers = asyncio.run(ask_all(arguments.url, text, questions, arguments.new_tokens))
     print(f"{'prompt':>8}{'cached':>8}{'first token':>14}  question and answer")

@@ -33,7 +33,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from long_context import BOOK, facts_for
+from long_context import BOOK, facts_for, positive
 from stored_corpus import MODEL, load
 
 DOCUMENT_TOKENS, FACTS = 400, 6
@@ -52,7 +52,7 @@ def main() -> int:
                 show(store)
             else:
                 chat(store, folder, arguments)
-    except (TieredCacheError, OSError) as error:  # such as a conversation that another process uses
+    except (TieredCacheError, OSError, UnicodeError) as error:  # such as a conversation that another process uses
         raise SystemExit(str(error)) from None
     return 0
 
@@ -70,7 +70,7 @@ def arguments_of() -> argparse.Namespace:
     add("--store", default="chat-store", metavar="DIR", help="folder of KV and messages; default: %(default)s")
     add("--method", default="krul", help="how KV is stored: krul, exact, ...; default: %(default)s")
     add("--calibrate", action="store_true", help="first measure computing and loading on this machine")
-    add("--new-tokens", type=int, metavar="N", help="maximum tokens of an answer; default: 64")
+    add("--new-tokens", type=positive, metavar="N", help="maximum tokens of an answer; default: 64")
     return parser.parse_args()
 
 
@@ -204,7 +204,7 @@ def messages(scripted: list[str] | None) -> Iterator[str]:
     while scripted is None:
         try:
             words = input("you> ").strip()
-        except EOFError:
+        except (EOFError, KeyboardInterrupt):
             print()
             return
         if words:

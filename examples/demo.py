@@ -101,18 +101,16 @@ def load(name: str | None) -> tuple[Any, Callable[[str], Any], Callable[[Any], s
     """
     import torch
 
-    text = TEXT.read_text()
+    text = TEXT.read_text(encoding="utf-8")
     if name is not None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        from hf_tiered_cache.integrations.hub import unloadable
+        from hf_tiered_cache.integrations.hub import loading
 
         device, dtype = ("cuda", "auto") if torch.cuda.is_available() else ("cpu", "float32")
-        try:
+        with loading(name, OSError, ValueError):
             model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device).eval()
             tokenizer = AutoTokenizer.from_pretrained(name)
-        except OSError as error:
-            raise SystemExit(unloadable(name, error)) from None
 
         def encode(question: str) -> Any:
             if tokenizer.chat_template is None:
@@ -178,7 +176,12 @@ def main() -> int:
     parser.add_argument("--ask", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.ask is not None:
-        print(json.dumps(ask(arguments)))
+        from hf_tiered_cache import TieredCacheError
+
+        try:
+            print(json.dumps(ask(arguments)))
+        except TieredCacheError as error:  # such as a folder that is no store
+            raise SystemExit(str(error)) from None
         return 0
 
     from rich.console import Console

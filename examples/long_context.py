@@ -46,7 +46,12 @@ def main() -> int:
     """Run the three processes, and print their answers; return the exit status."""
     arguments = arguments_of()
     if arguments.process:
-        figures = answer_with_all(arguments) if arguments.process == "full" else answer_from_store(arguments)
+        from hf_tiered_cache import TieredCacheError
+
+        try:
+            figures = answer_with_all(arguments) if arguments.process == "full" else answer_from_store(arguments)
+        except (TieredCacheError, OSError, UnicodeError) as error:  # such as a budget above 1
+            raise SystemExit(str(error)) from None
         print(json.dumps(figures))
         return 0
 
@@ -84,7 +89,7 @@ def arguments_of(argv: list[str] | None = None) -> argparse.Namespace:
         help="model of the hub, folder, or short name of eval.models; default: an included reference model",
     )
     parser.add_argument("--text", type=Path, default=BOOK, help="text file, cut or repeated to fill --tokens")
-    number = {"type": int, "metavar": "N"}
+    number = {"type": positive, "metavar": "N"}
     parser.add_argument("--tokens", default=32768, **number, help="number of tokens in the text; default: %(default)s")
     parser.add_argument("--questions", default=6, **number, help="number of facts and questions; default: %(default)s")
     parser.add_argument("--question", metavar="TEXT", help="your own question about the unchanged text, without facts")
@@ -94,7 +99,8 @@ def arguments_of(argv: list[str] | None = None) -> argparse.Namespace:
     share = {"type": float, "metavar": "X"}
     parser.add_argument("--budget", default=1 / 64, **share, help="share attended to by a token; default: %(default)s")
     parser.add_argument("--window", default=2, **share, help="device memory in budgets; default: %(default)s")
-    parser.add_argument("--piece", default=2048, **number, help="tokens computed at once; default: %(default)s")
+    piece = {**number, "type": int, "help": "tokens computed at once, 0 for all; default: %(default)s"}
+    parser.add_argument("--piece", default=2048, **piece)
     parser.add_argument(
         "--host-memory", metavar="SIZE", help='host memory for KV, such as "64MiB"; default: a tenth of all KV'
     )
@@ -109,6 +115,13 @@ def arguments_of(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--process", choices=DOES, help=argparse.SUPPRESS)
     parser.add_argument("--answers", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args(argv)
+
+
+def positive(text: str) -> int:
+    """Parse a number of at least 1 on a command line."""
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return number
 
 
 # --- the text, and the questions about it
@@ -152,7 +165,9 @@ def prompts_for(tokenizer: Any, arguments: argparse.Namespace) -> tuple[list[int
     def encode(text: str) -> list[int]:
         return tokenizer(text, add_special_tokens=False).input_ids
 
-    text, context = encode(arguments.text.read_text()), list(tokenizer("").input_ids)
+    text, context = encode(arguments.text.read_text(encoding="utf-8")), list(tokenizer("").input_ids)
+    if not text:
+        raise SystemExit(f"--text: {arguments.text} has no text")
     if arguments.question:
         room = arguments.tokens - len(context)
         return context + [text[i % len(text)] for i in range(room)], [Question(encode(arguments.question))]
@@ -307,15 +322,13 @@ def load(arguments: argparse.Namespace) -> tuple[Any, Any]:
     from transformers.utils import logging
 
     from eval.models import resolve
-    from hf_tiered_cache.integrations.hub import unloadable
+    from hf_tiered_cache.integrations.hub import loading
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     device, name = "cuda" if torch.cuda.is_available() else "cpu", resolve(arguments.model)
-    try:
+    with loading(name, OSError, ValueError, AttributeError):
         config, shipped = AutoConfig.from_pretrained(name), Path(name).resolve() == REFERENCE
-    except OSError as error:
-        raise SystemExit(unloadable(name, error)) from None
     trained = TRAINED if shipped else config.max_position_embeddings
     factor = arguments.yarn or (max(1.0, arguments.tokens / trained) if shipped else 1.0)
     if factor > 1:
@@ -328,8 +341,9 @@ def load(arguments: argparse.Namespace) -> tuple[Any, Any]:
             file=sys.stderr,
         )
     dtype = arguments.dtype or ("float32" if shipped and device == "cpu" else "auto")
-    model = AutoModelForCausalLM.from_pretrained(name, config=config, dtype=dtype)
-    return model.to(device).eval(), AutoTokenizer.from_pretrained(name)
+    with loading(name, OSError, ValueError, AttributeError):
+        model = AutoModelForCausalLM.from_pretrained(name, config=config, dtype=dtype)
+        return model.to(device).eval(), AutoTokenizer.from_pretrained(name)
 
 
 def bytes_per_token(model: Any, ids: list[int]) -> int:

@@ -28,6 +28,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from long_context import positive
 from stored_corpus import MODEL, Answer, Lexical, Question, Reader, load, made_corpus
 
 try:
@@ -80,21 +81,28 @@ def chain_of(retriever: BaseRetriever, reader: Reader) -> Any:
 def main() -> int:
     """Run the example, and return the exit status."""
     arguments = arguments_of()
-    from hf_tiered_cache import KVStore
+    from hf_tiered_cache import KVStore, TieredCacheError
 
-    model, tokenizer = load(arguments.model, arguments.dtype)
-    temporary = tempfile.TemporaryDirectory(prefix="hf-tiered-retriever-")
-    with temporary as folder, KVStore(arguments.store or folder) as store:
-        reader = Reader(model, tokenizer, store, arguments.method, arguments.new_tokens)
-        texts, questions = corpus_of(arguments, reader)
-        documents = [Document(text, metadata={"number": number}) for number, text in enumerate(texts)]
-        report = reader.keep(texts, progress=True)
-        print(f"{len(texts)} documents, {report.tokens} tokens: {report.stored} stored, {report.restored} were before")
-        chain = chain_of(retriever_over(documents, arguments.k), reader)
-        chain.invoke(questions[0].question)  # warm up: the first pass of a process is slow
-        for question in questions:
-            tell(question, chain.invoke(question.question), reader)
+    try:
+        model, tokenizer = load(arguments.model, arguments.dtype)
+        temporary = tempfile.TemporaryDirectory(prefix="hf-tiered-retriever-")
+        with temporary as folder, KVStore(arguments.store or folder) as store:
+            answer_all(Reader(model, tokenizer, store, arguments.method, arguments.new_tokens), arguments)
+    except (TieredCacheError, OSError, UnicodeError) as error:  # such as a document that is no text
+        raise SystemExit(str(error)) from None
     return 0
+
+
+def answer_all(reader: Reader, arguments: argparse.Namespace) -> None:
+    """Store the documents, and answer the questions."""
+    texts, questions = corpus_of(arguments, reader)
+    documents = [Document(text, metadata={"number": number}) for number, text in enumerate(texts)]
+    report = reader.keep(texts, progress=True)
+    print(f"{len(texts)} documents, {report.tokens} tokens: {report.stored} stored, {report.restored} were before")
+    chain = chain_of(retriever_over(documents, arguments.k), reader)
+    chain.invoke(questions[0].question)  # warm up: the first pass of a process is slow
+    for question in questions:
+        tell(question, chain.invoke(question.question), reader)
 
 
 def tell(question: Question, result: dict[str, Any], reader: Reader) -> None:
@@ -158,10 +166,10 @@ def arguments_of() -> argparse.Namespace:
     parser.add_argument(
         "--question", action="append", metavar="TEXT", help="question; may be repeated; default: synthetic ones"
     )
-    parser.add_argument("--k", type=int, default=8, metavar="N", help="documents in a prompt; default: %(default)s")
+    parser.add_argument("--k", type=positive, default=8, metavar="N", help="documents in a prompt; default: 8")
     parser.add_argument("--method", help='method, such as "cache_tune:recompute=0.3" or "epic"; default: cache_tune')
     parser.add_argument(
-        "--new-tokens", type=int, default=32, metavar="N", help="maximum tokens of an answer; default: %(default)s"
+        "--new-tokens", type=positive, default=32, metavar="N", help="maximum tokens of an answer; default: %(default)s"
     )
     parser.add_argument(
         "--store", metavar="DIR", help="folder of the store; default: a temporary one, deleted at the end"

@@ -309,7 +309,7 @@ def load(name: str | None, dtype: str = "auto") -> tuple[Any, Any]:
 
     from eval.errors import EvalError
     from eval.models import resolve
-    from hf_tiered_cache.integrations.hub import unloadable
+    from hf_tiered_cache.integrations.hub import loading
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -323,8 +323,6 @@ def load(name: str | None, dtype: str = "auto") -> tuple[Any, Any]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if dtype == "auto" and device == "cpu" and (name is None or Path(source).resolve() == REFERENCE):
         dtype = "float32"
-    try:
+    with loading(source, OSError, ValueError, AttributeError):  # the last two: no model, or no data type
         model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
         return model.to(device).eval(), AutoTokenizer.from_pretrained(source)
-    except OSError as error:
-        raise SystemExit(unloadable(source, error)) from None

@@ -18,7 +18,7 @@ import torch
 from families import build, prompt
 from transformers import DynamicCache
 
-from hf_tiered_cache import KVStore, Passage, TieredCache
+from hf_tiered_cache import ConfigError, KVStore, Passage, TieredCache
 
 ROOT = Path(__file__).parent.parent
 REFERENCE = str(ROOT / "eval" / "reference" / "xs")
@@ -251,8 +251,41 @@ def test_a_damaged_history_of_a_chat_is_one_sentence(tmp_path, monkeypatch, cont
 def test_a_model_of_an_example_that_does_not_exist_is_one_sentence(tmp_path, monkeypatch, name):
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     example, folder = importlib.import_module(name), str(tmp_path / "none")
-    with pytest.raises(SystemExit, match="cannot be loaded: there is no such folder; check the path"):
-        example.load(SimpleNamespace(model=folder) if name == "long_context" else folder)
+    wrong = {folder: "there is no such folder; check the path", str(tmp_path): "the folder has no config.json"}
+    for model, reason in wrong.items():
+        with pytest.raises(ConfigError, match=f"cannot be loaded: {reason}"):
+            example.load(SimpleNamespace(model=model) if name == "long_context" else model)
+
+
+WRONG = {
+    "chat": (["--new-tokens", "0"], ["--document", "no-text"], ["--dtype", "none"], ["--store", "no-text"]),
+    "demo": (["--ask", "0", "--store", "no-text"],),
+    "long_context": (
+        ["--questions", "0"],
+        *(["--process", "store", *words] for words in (["--text", "no-text"], ["--text", "empty"], ["--budget", "2"])),
+    ),
+    "retriever": (["--k", "-1"], ["--documents", "folder", "--question", "Who?"], ["--method", "exact"]),
+    "batched_client": (["--text", "no-text"], ["--text", "missing"]),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_argument_of_an_example_is_one_sentence(small, tmp_path, monkeypatch, capsys, name):
+    if name == "retriever":
+        pytest.importorskip("langchain_core", reason="langchain-core is not installed")
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    for file, content in {"no-text": b"\xd8", "folder/no.txt": b"\xd8", "empty": b""}.items():
+        (tmp_path / file).write_bytes(content)
+    example = importlib.import_module(name)
+    right = [] if name == "batched_client" else ["--model", small, "--store", "kv"]
+    for words in WRONG[name]:
+        monkeypatch.setattr(sys, "argv", [name, *right, *(["--say", "Who?"] if name == "chat" else []), *words])
+        with pytest.raises(SystemExit) as ended:
+            example.main()
+        error = capsys.readouterr().err if ended.value.code == 2 else str(ended.value.code)
+        assert len(error.strip()) > 10
 
 
 @pytest.fixture
