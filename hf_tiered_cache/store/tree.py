@@ -141,7 +141,8 @@ def try_flock(file: FileIO | int, kind: int) -> bool:
     except OSError as error:
         if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
             return False
-        raise
+        reason = f"its file system cannot lock files ({error.strerror}); choose a folder of another one"
+        raise OSError(error.errno, reason) from error
     return True
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from contextlib import suppress
 
 import pytest
@@ -65,3 +66,14 @@ def test_whatever_fails_tokens_are_right_and_what_was_whole_stays(
         store.precompute(model, prompt(100, seed=99), progress=False)  # and goes on
         assert quota is None or du(root) <= quota
         assert not list((root / "tmp").iterdir())
+
+
+def test_a_file_system_without_locks_is_named_as_the_reason(tmp_path, monkeypatch, caplog):
+    def refuse(*_):
+        raise OSError(errno.ENOTSUP, "Operation not supported")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    with KVStore(tmp_path) as store:
+        store.precompute(build("llama"), prompt(40)[0], progress=False)
+        assert store.stats.segments == 0 and store.stats.dropped_writes == 1
+    assert "its file system cannot lock files (Operation not supported); choose a folder of another one" in caplog.text
