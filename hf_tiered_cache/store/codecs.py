@@ -64,8 +64,6 @@ def checked_encode(codec: Codec, tensor: torch.Tensor) -> tuple[torch.Tensor, ..
 def checked_decode(codec: Codec, fields: tuple[torch.Tensor, ...], dtype: torch.dtype, dim: int) -> torch.Tensor:
     """Decode fields to `[..., dim]` in `dtype`. Raises ConfigError if the codec returns another dtype or shape."""
     decoded = codec.decode(fields, dtype)
-    if codec.lossless:  # a check would take longer than `Raw`
-        return decoded
     expected = (*fields[0].shape[:-1], dim)
     if decoded.shape != expected or decoded.dtype != dtype:
         raise ConfigError(

@@ -316,7 +316,10 @@ class SegmentShape:
 
     def decode(self, group: BlockGroup, part: Part, fields: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """Return the tensor, `[..., part.dim]`, that the fields of a part encode, `[..., field's dim]` each."""
-        return checked_decode(self.codec_of(group), fields, self.layout.dtype, part.dim)
+        codec = self.codec_of(group)
+        if codec.lossless:  # only `Raw` is: plug-ins cannot be
+            return fields[0]
+        return checked_decode(codec, fields, self.layout.dtype, part.dim)
 
     def pack(self, blocks: torch.Tensor, group: BlockGroup, part: Part, source: torch.Tensor) -> None:
         """Write one part of all tokens, `[heads, tokens, dim]`, into a group's `blocks`, uint8 `[chunks, block_bytes]`.
