@@ -118,7 +118,7 @@ class Gather:
             to: Target.
         """
         for run in self._runs:
-            self._copy_run(run, part, views_of(run.memory), to)
+            self._copy_run(run, part, views_of, to)
         if self._picked is None:
             self._picked = list(self._pick())
         for picked in self._picked:
@@ -131,9 +131,11 @@ class Gather:
             else:
                 to.index_copy_(to.ndim - 2, picked.position, values)
 
-    def _copy_run(self, run: _Run, part: Part, views: tuple[torch.Tensor, ...], target: torch.Tensor) -> None:
+    def _copy_run(
+        self, run: _Run, part: Part, views_of: Callable[[torch.Tensor], tuple[torch.Tensor, ...]], target: torch.Tensor
+    ) -> None:
         """Copy a run: all whole blocks in one strided copy, and the partial blocks at its ends separately."""
-        chunk = self._shape.geometry.chunk_tokens
+        chunk, views = self._shape.geometry.chunk_tokens, views_of(run.memory)
         at, stop, position = run.inside, run.inside + run.count, run.position
         while at < stop:
             index, inside = divmod(at, chunk)
