@@ -183,18 +183,10 @@ class Gather:
             yield _Picked(slab, slot, inside, where, head if per_head else None)
 
 
-def holds_chunks(shape: SegmentShape, block_group: BlockGroup, chunk_tokens: int) -> bool:
-    """Return whether each block is one chunk of `chunk_tokens` tokens of one head and layer, to be copied whole."""
-    alone = len({part.tensor for part in block_group.parts}) == len(block_group.parts) == 2
-    heads = {(part.first_head, part.heads) for part in block_group.parts}
-    is_one_head = alone and len(heads) == 1 and block_group.parts[0].heads == 1
-    return is_one_head and shape.geometry.chunk_tokens == chunk_tokens and shape.in_order(block_group)
-
-
 def gather_chunks(
     shape: SegmentShape, block_group: BlockGroup, requests: Sequence[tuple[Blocks, np.ndarray, np.ndarray]]
 ) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
-    """Copy chunks that are whole blocks (see `holds_chunks`), for all heads of a layer at once.
+    """Copy chunks that are whole blocks (see `SegmentShape.has_chunks_of`), for all heads of a layer at once.
 
     Args:
         shape: Shape of one of the segments, which share layout and geometry.

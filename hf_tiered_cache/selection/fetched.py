@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from ..restore.fetch import Fetcher, FetchUnit
-from ..restore.gather import Gather, gather_chunks, holds_chunks
+from ..restore.gather import Gather, gather_chunks
 from ..restore.rows import RowGroup, SegmentSlice
 from ..store.geometry import BlockGroup
 from ..store.segment import SegmentReader
@@ -242,11 +242,12 @@ class UnitTable:
                 if not len(inside):
                     continue
                 is_aligned = not (first | int(inside[0]) | len(inside)) % size
-                if not is_aligned or not holds_chunks(piece.reader.shape, block_group, size):
+                if not is_aligned or not piece.reader.shape.has_chunks_of(block_group, size):
                     return None
                 first_chunk = first_of_set[head] + first // size
                 numbers = np.arange(first_chunk, first_chunk + len(inside) // size)
-                sources.append((self._unit(piece.reader, block_group), inside[::size] // size, numbers))
+                unit = self._units[piece.reader, block_group.index]  # which was fetched
+                sources.append((unit, inside[::size] // size, numbers))
         unit = sources[0][0]
         blocks = [(unit.blocks, chunks, numbers) for unit, chunks, numbers in sources]
         self.note_use(tokens, self.units(layer), layer)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
 from hf_tiered_cache.restore.fetch import FetchUnit
-from hf_tiered_cache.restore.gather import Gather, gather_chunks, holds_chunks
+from hf_tiered_cache.restore.gather import Gather, gather_chunks
 from hf_tiered_cache.store.geometry import Geometry, KVLayout, LayerKV, block_groups
 from hf_tiered_cache.store.shape import SegmentShape, TokenTables
 from hf_tiered_cache.tiers.slabs import Blocks
@@ -180,7 +180,7 @@ def test_chunks_that_are_blocks_are_copied_whole(slabs, chunks, seed):
     for shape, kv, memory in segments:
         for group in shape.block_groups:
             if layer in group.layers:
-                assert holds_chunks(shape, group, 8)
+                assert shape.has_chunks_of(group, 8)
                 some = np.sort(random.permutation(chunks)[: random.integers(1, chunks + 1)])
                 blocks = scattered(memory[group.index], some, slabs, random)
                 asked = random.permutation(some)
@@ -204,12 +204,12 @@ def test_chunks_that_are_blocks_are_copied_whole(slabs, chunks, seed):
 )
 def test_blocks_that_are_more_or_less_than_a_chunk_are_not_copied_as_one(geometry):
     shape, _, _ = made(64, geometry, False, 0)
-    assert not any(holds_chunks(shape, group, 8) for group in shape.block_groups)
+    assert not any(shape.has_chunks_of(group, 8) for group in shape.block_groups)
 
 
 def test_a_table_of_tokens_lets_no_block_pass_for_a_chunk():
     shape, _, _ = made(64, Geometry(8, 1, 1), True, 0)
-    assert not any(holds_chunks(shape, group, 8) for group in shape.block_groups)
+    assert not any(shape.has_chunks_of(group, 8) for group in shape.block_groups)
 
 
 class Read:
