@@ -8,7 +8,7 @@ and cancels fetches, and `UnitTable` does the rest.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol
@@ -194,8 +194,7 @@ class UnitTable:
     def restore(self, tokens: RowTokens, layer: int, keys: torch.Tensor, values: torch.Tensor, rotate_: Rotate) -> None:
         """Copy tokens to `[kv_heads, tokens, dim]` of a layer, rotate their keys, and note that attention uses them."""
         units = self.units(layer)
-        self.copy(tokens, units, layer, "key", keys)
-        self.copy(tokens, units, layer, "value", values)
+        self.copy(tokens, units, layer, {"key": keys, "value": values})
         rotate_(keys, tokens.tokens, tokens.row.tokens)
         self.note_use(tokens, units, layer)
 
@@ -205,13 +204,15 @@ class UnitTable:
         kind = layout.layer(layer)
         shape = min(heads or kind.key_heads, kind.key_heads), tokens.tokens.shape[1], kind.key_dim
         keys = torch.empty(shape, dtype=layout.dtype, device=self.fetcher.device_of(layer))
-        self.copy(tokens, units, layer, "key", keys)
+        self.copy(tokens, units, layer, {"key": keys})
         return keys
 
-    def copy(self, tokens: RowTokens, units: Sequence[FetchUnit], layer: int, name: str, target: torch.Tensor) -> None:
-        """Copy the keys or values (`name`) of a layer's tokens, from units that have arrived, to contiguous positions.
+    def copy(
+        self, tokens: RowTokens, units: Sequence[FetchUnit], layer: int, targets: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Copy keys, values or both of a layer's tokens, from units that have arrived, to contiguous positions.
 
-        `target`, `[kv_heads, tokens, dim]`, is filled in place; for some leading heads only, if it has fewer.
+        `targets`, `[kv_heads, tokens, dim]`, are filled in place; for some leading heads only, if they have fewer.
         """
         gathers, units_by_key = self._gathers.setdefault(tokens, {}), dict[Hashable, list[FetchUnit]]()
         for unit in units:
@@ -220,7 +221,8 @@ class UnitTable:
             if key not in gathers:
                 gathers[key] = _gather_of(tokens, like_units)
             for part in like_units[0].block_group.parts:
-                if part.layer == layer and part.tensor == name and part.first_head < len(target):
+                target = targets.get(part.tensor)
+                if part.layer == layer and target is not None and part.first_head < len(target):
                     gathers[key].copy(part, target)
 
     def copy_chunks(
