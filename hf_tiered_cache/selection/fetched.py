@@ -163,8 +163,8 @@ class UnitTable:
             token_sets = [inside for _, _, inside in held_sets]
             distinct = token_sets[0] if len(token_sets) == 1 else np.unique(np.concatenate(token_sets))
             if len(distinct):
-                chunks = piece.reader.shape.chunks_of(block_group, distinct)
-                requests.append((self._unit(piece.reader, block_group), chunks))
+                unit = self._units.setdefault((piece.reader, block_group.index), FetchUnit(piece.reader, block_group))
+                requests.append((unit, piece.reader.shape.chunks_of(block_group, distinct)))
         return requests
 
     def want_keys(self, tokens: RowTokens, layer: int, heads: int | None) -> list[Request]:
@@ -173,13 +173,10 @@ class UnitTable:
         for piece in tokens.row.pieces:
             _, inside = tokens.inside[piece.at][0]
             for block_group in key_groups(piece.reader.shape, layer, heads):
-                unit = self._unit(piece.reader, block_group)
+                unit = self._units.setdefault((piece.reader, block_group.index), FetchUnit(piece.reader, block_group))
                 unit.identifies = True
                 requests.append((unit, piece.reader.shape.chunks_of(block_group, inside)))
         return requests
-
-    def _unit(self, reader: SegmentReader, block_group: BlockGroup) -> FetchUnit:
-        return self._units.setdefault((reader, block_group.index), FetchUnit(reader, block_group))
 
     def wait(self, layer: int) -> list[FetchUnit]:
         """Wait for the units of a layer, and return them. Raises RestoreError if a block did not arrive."""
