@@ -111,9 +111,8 @@ class ByIndex(Selector):
 
         The result contains enough of `candidates`, however high the other chunks rank.
         """
-        total_chunks = sum(index.chunks for index in indexes)
-        excluded_chunks = total_chunks - len(span.candidates) - len(span.offloaded)
-        return rank(indexes, query, scaling, min(total_chunks, int(_CANDIDATES * span.chunks) + excluded_chunks))
+        num_candidates, total = len(span.candidates) + len(span.offloaded), sum(index.chunks for index in indexes)
+        return rank(indexes, query, scaling, min(total, int(_CANDIDATES * span.chunks) + total - num_candidates))
 
     def candidates(self, ranked: np.ndarray, span: Span) -> np.ndarray:
         """Return the selectable chunks of rankings, int64 `[..., n]`, in their order, cut to the shortest row."""
