@@ -15,7 +15,6 @@ from ..patches.scope import Attended, AttentionCall
 from ..patches.tap import PreRopeKV
 from ..restore.plan import BudgetPlan
 from ..restore.prefetch import check_fit
-from ..restore.rows import by_row
 from ..selection.decode import DecodeSelector
 from ..selection.fetched import Rotate
 from ..selection.streamed import attention
@@ -99,7 +98,7 @@ class SelectedSource(DenseSource):
         if restoring.streamed is not None:
             all_keys_to_index = selection.keys_to_index(self.index, keys) if selection is not None else ()
             count = keys.shape[2]
-            repeats = tuple(count - budget.computed for budget in by_row(plan.groups, plan.budgets))
+            repeats = tuple(count - budget.computed for budget in plan.row_budgets)
             own_call = call._replace(mask=restoring.mask_without(call, repeats, count))
             output = restoring.streamed.attend(self.index, own_call, rotate_, all_keys_to_index)
             if selection is None:  # a piece of a long prompt, which is stored and dropped
@@ -122,17 +121,16 @@ class SelectedSource(DenseSource):
 
         Return keys and values of all entries, `[batch, kv_heads, entries, dim]` each.
         """
-        most, skipped, pads = plan.num_entries, plan.num_skipped, [group.pad for group in plan.groups]
-        empty = [most - budget.entries for budget in plan.budgets]
-        own_entries = by_row(plan.groups, [most - budget.computed for budget in plan.budgets])
-        empty_entries = tuple(by_row(plan.groups, empty))
+        most, skipped, budgets = plan.num_entries, plan.num_skipped, plan.row_budgets
         all_keys, all_values = self.extend(keys, values, plan.num_positions, skipped)
         self._announced()
         for target, computed in ((all_keys, keys), (all_values, values)):
             target[:, :, most - keys.shape[2] :] = computed
-        self._own, self._empty = own_entries, empty_entries
+        self._own = [most - budget.computed for budget in budgets]
+        self._empty = tuple(most - budget.entries for budget in budgets)
         # the model's mask hides padding, and what a row with all of its tokens lacks is padding
-        self.unused = () if empty == [max(0, pad - skipped) for pad in pads] else self._empty
+        is_hidden = self._empty == tuple(max(0, budget.group.pad - skipped) for budget in budgets)
+        self.unused = () if is_hidden else self._empty
         return all_keys, all_values
 
     def _reselect(
@@ -220,7 +218,7 @@ class SelectedSource(DenseSource):
 
 def _merged(call: AttentionCall, output: torch.Tensor, plan: BudgetPlan) -> torch.Tensor:
     """Return the attention output of streamed rows, `[batch, heads, n, dim]`, with that of the other rows by `call`."""
-    rows = [row for row, budget in enumerate(by_row(plan.groups, plan.budgets)) if not budget.streamed]
+    rows = [row for row, budget in enumerate(plan.row_budgets) if not budget.streamed]
     query, keys, values, mask = (
         tensor if tensor is None or len(tensor) == 1 else tensor[rows]
         for tensor in (call.query, call.keys, call.values, call.mask)

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..store.geometry import BlockGroup
 from ..store.segment import SegmentReader
-from .rows import PlanContext, Positions, RowGroup, SegmentSlice, first_of_end, of_row, places, row_by_row
+from .rows import PlanContext, Positions, RowGroup, SegmentSlice, by_row, first_of_end, of_row, places, row_by_row
 
 
 @dataclass(frozen=True)
@@ -220,7 +220,7 @@ class RowBudget:
     held: int
     streamed: bool
 
-    @property
+    @cached_property
     def entries(self) -> int:
         """Number of entries in a layer with full attention."""
         return self.held + self.computed
@@ -267,11 +267,16 @@ class BudgetPlan(Plan):
         return int(self.computed[0].min())
 
     @cached_property
+    def row_budgets(self) -> list[RowBudget]:
+        """Budget of each row."""
+        return by_row(self.groups, self.budgets)
+
+    @cached_property
     def num_entries(self) -> int:
         """Number of entries of the row with most in a layer with full attention."""
         return max(budget.entries for budget in self.budgets)
 
-    @property
+    @cached_property
     def num_skipped(self) -> int:
         """Number of leading positions that exceed the budget in every row."""
         return self.num_positions - self.num_entries
