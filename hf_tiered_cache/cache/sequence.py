@@ -146,9 +146,9 @@ class SequenceState:
         """Let the method decide what to compute. Return None if that is everything."""
         method, base, num_positions = self.method, request.base, request.num_positions
         context = PlanContext(base, num_positions, restorable, request.must_compute, self.layers, groups)
-        plan = Plan(base, num_positions, method.positions_to_compute(context), groups)
-        if isinstance(method, Passages) and not plan.exact and (choice := method.deferred_choice(context)) is not None:
-            plan = PassagesPlan(base, num_positions, plan.computed, groups, choice)
+        common = base, num_positions, method.positions_to_compute(context), groups
+        choice = method.deferred_choice(context) if isinstance(method, Passages) else None
+        plan = Plan(*common) if choice is None else PassagesPlan(*common, choice)
         if plan.restored_tokens or plan.computed[-1].shape[-1] < num_positions:
             return plan
         if any(not piece.exact for group in groups for piece in group.pieces):

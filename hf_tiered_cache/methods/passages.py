@@ -126,7 +126,7 @@ class Passages(Method):
         return selected + (context.missing,) * (context.layers - wide_layers)
 
     def deferred_choice(self, context: PlanContext) -> DeferredChoice | None:
-        """Return the choice that an inexact plan defers to the pass, or None if there is none."""
+        """Return the choice that a plan defers to the pass, or None if there is none, as in an exact plan."""
         narrowing = self.narrowing(context.layers)
         if narrowing is None or np.array_equal(context.inexact, context.missing):
             return None
