@@ -21,7 +21,7 @@ from ..passages.ranking import LOW_FREQUENCIES, RANKED_IN_CONTEXT, kv_deviation
 from ..passages.recompute import LOWEST
 from ..restore.rows import SegmentSlice
 from .base import is_count, is_number, require
-from .passages import Passages, check_share, count_of, importance_of
+from .passages import Passages, check_share, count_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -121,7 +121,7 @@ class CacheTune(Passages):
     def reused_tokens(self, passages: Sequence[SegmentSlice]) -> list[np.ndarray]:
         if not passages:
             return []
-        importance = [importance_of(piece) for piece in passages]
+        importance = [_importance_of(piece) for piece in passages]
         # unranked passages use token order, which is not comparable between passages
         together = self.ranking in RANKED_IN_CONTEXT and all(p.scores is not None for p in passages)
         pools = [np.concatenate(importance)] if together else importance
@@ -149,6 +149,16 @@ _SMALL = 1e-30
 def _narrow_at(layers: int) -> int:
     """Return the first layer that computes fewer tokens."""
     return min(_NARROW_AT, max(1, 3 * layers // 8))
+
+
+def _importance_of(piece: SegmentSlice) -> np.ndarray:
+    """Return how important it is to compute each token of a passage: float `[tokens]`."""
+    scores, tables = piece.scores, piece.reader.shape.tables
+    if scores is None:  # without the requested ranking: the order in which it was stored, one for all layers
+        if tables is None or not len(tables.slot_of_token):
+            return -np.arange(piece.first, piece.first + piece.count, dtype=np.float64)
+        scores = -tables.slot_of_token[0].astype(np.float64)
+    return scores[piece.first : piece.first + piece.count]
 
 
 # --- methods with which the paper compares

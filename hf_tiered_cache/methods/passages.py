@@ -217,16 +217,6 @@ def _question_tokens(context: PlanContext, max_tokens: int) -> tuple[int, ...]:
     return tuple(counts[row] for row in sorted(counts)) if any(counts.values()) else ()
 
 
-def importance_of(piece: SegmentSlice) -> np.ndarray:
-    """Return how important it is to compute each token of a passage: float `[tokens]`."""
-    scores, tables = piece.scores, piece.reader.shape.tables
-    if scores is None:  # without the requested ranking: the order in which it was stored, one for all layers
-        if tables is None or not len(tables.slot_of_token):
-            return -np.arange(piece.first, piece.first + piece.count, dtype=np.float64)
-        scores = -tables.slot_of_token[0].astype(np.float64)
-    return scores[piece.first : piece.first + piece.count]
-
-
 def count_of(share: float, tokens: int) -> int:
     """Return how many tokens a share is, rounded down. 1e-9 corrects rounding: 0.29 * 100 is slightly less than 29."""
     return int(share * tokens + 1e-9)
