@@ -196,13 +196,12 @@ class SequenceState:
         """Return the slices of the stored passages in a row's `tokens`, int64 `[n]`, from token `start` on."""
         method, store = self.method, self.store
         assert isinstance(method, Passages)
-        sink = method.sink_token(self.attachment.config)
         for hasher in self._hashers:
             pieces = []
             for match in find_passages(tokens, hasher, store.find_parts, start, self.segments):
                 reader = store.found_passage(match.row)
                 count = 0 if reader is None else min(match.num_hashes, reader.shape.whole_hashes - match.first)
-                exact = hasher is self._hashers[0] and match.is_exact(tokens, hasher, sink)
+                exact = hasher is self._hashers[0] and match.is_exact(tokens, hasher)
                 if reader and count > 0 and (exact or reader.shape.layout.position_independent):
                     is_ranked = method.ranked_by and not exact
                     scores = store.rankings.of(reader).get(method.ranked_by) if is_ranked else None

@@ -146,7 +146,7 @@ class Storage:
 
     def passage_hasher(self, fingerprint: str, provenance: str, sink: int | None, regime: str) -> PassageHasher:
         """Return the hasher for passages of a model, a provenance and a RoPE regime, computed after a sink token."""
-        return PassageHasher((fingerprint, f"{provenance} {sink}", regime), self._secret.value)
+        return PassageHasher((fingerprint, f"{provenance} {sink}", regime), self._secret.value, sink)
 
     def match(
         self,

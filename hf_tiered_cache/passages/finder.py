@@ -153,11 +153,9 @@ class PassageMatch:
         """Prompt token at which the passage would begin; negative if its beginning is cut off."""
         return self.at - self.first * HASH_TOKENS
 
-    def is_exact(self, tokens: np.ndarray, hasher: PassageHasher, sink: int | None) -> bool:
-        """Return whether the passage has the same position and preceding tokens as when its KV was computed.
-
-        `sink` is the first token that preceded it then, or None.
-        """
+    def is_exact(self, tokens: np.ndarray, hasher: PassageHasher) -> bool:
+        """Return whether the passage has the same position and preceding tokens as when its KV was computed."""
+        sink = hasher.sink
         if self.begin != (0 if sink is None else 1) or (sink is not None and tokens[0] != sink):
             return False
         if has_lead_text(self.row.provenance):

@@ -62,8 +62,10 @@ class PassageHasher(PrefixHasher):
     tokens than they do.
     """
 
-    def __init__(self, root: Sequence[str], salt: str | bytes | None = None) -> None:
+    def __init__(self, root: Sequence[str], salt: str | bytes | None = None, sink: int | None = None) -> None:
         super().__init__(root, salt)
+        self.sink = sink
+        """Token that preceded the passages while their KV was computed, or None."""
         self._scan_key = np.frombuffer(self._hash(self.root + b"scan", 24), "<u8")
 
     def hashes(self, tokens: np.ndarray, parent: bytes | None = None) -> list[bytes]:
