@@ -42,10 +42,6 @@ class FetchUnit:
     blocks: Blocks = NO_BLOCKS
     """Blocks that have arrived, as of the last `Fetcher.wait_for`."""
 
-    def chunks_of(self, tokens: np.ndarray) -> np.ndarray:
-        """Return the chunks that hold `tokens`, ascending."""
-        return self.reader.shape.chunks_of(self.block_group, tokens)
-
     def chunk_of_each(self, tokens: np.ndarray) -> np.ndarray:
         """Return the chunk of each of `tokens`, all of which the KV cache group must hold."""
         shape = self.reader.shape
@@ -184,7 +180,8 @@ class Fetcher:
                 identifying += max(0, num_chunks - len(unit.attended)) * size
             if unit.from_disk:
                 read = np.concatenate([blocks.from_disk for blocks in unit.fetched])
-                unused = int((~np.isin(read, unit.chunks_of(unit.tokens_used()))).sum()) * size
+                used = unit.reader.shape.chunks_of(unit.block_group, unit.tokens_used())
+                unused = int((~np.isin(read, used)).sum()) * size
                 figure = "bytes_identifying" if unit.identifies else "bytes_superseded"
                 self.collector.add(bytes_used=unit.bytes_used(read), **{figure: unused})
             self._ahead.pop(unit, None)

@@ -220,7 +220,8 @@ def units_of(plan: Plan) -> list[PlanUnit]:
                     unit.pieces.append((group, piece, tokens))
     for unit in units.values():
         token_sets = [tokens for _, _, tokens in unit.pieces]
-        unit.chunks = unit.chunks_of(token_sets[0] if len(token_sets) == 1 else np.unique(np.concatenate(token_sets)))
+        distinct = token_sets[0] if len(token_sets) == 1 else np.unique(np.concatenate(token_sets))
+        unit.chunks = unit.reader.shape.chunks_of(unit.block_group, distinct)
     return sorted(units.values(), key=lambda unit: unit.block_group.layers[0])
 
 
