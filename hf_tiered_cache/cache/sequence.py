@@ -149,7 +149,7 @@ class SequenceState:
         common = base, num_positions, method.positions_to_compute(context), groups
         choice = method.deferred_choice(context) if isinstance(method, Passages) else None
         plan = Plan(*common) if choice is None else PassagesPlan(*common, choice)
-        if plan.restored_tokens or plan.computed[-1].shape[-1] < num_positions:
+        if plan.computed[-1].shape[-1] < num_positions or plan.restored_tokens:
             return plan
         if any(not piece.exact for group in groups for piece in group.pieces):
             self._unusable_reason = self._unusable_reason or reasons.ALL_COMPUTED
