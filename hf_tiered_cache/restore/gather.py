@@ -18,6 +18,9 @@ _NOT_FETCHED = "cannot gather tokens from blocks that were not fetched"
 _FEW_RUNS = 4
 """Maximum number of block runs that are copied one by one, which is faster for few runs; else tokens are indexed."""
 
+_ViewsOf = Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
+"""Function that returns views of the fields in memory: `[slots, ..., chunk_tokens, field's dim]` each."""
+
 
 @dataclass(frozen=True, eq=False)
 class _Run:
@@ -97,10 +100,11 @@ class Gather:
         Raises LookupError if the added blocks lack a token.
         """
         heads = target[part.first_head : part.first_head + part.heads]
-        self._copy(part, partial(self._views, part=part, heads=len(heads)), heads)
+        views_of = partial(self._shape.field_views, part=part, heads=len(heads))
+        self._copy(part, views_of, heads)
         for picked in self._picked or ():
             if picked.head is not None:
-                views = self._views(picked.slab, part, len(heads))  # [slots, heads, chunk_tokens, field's dim] each
+                views = views_of(picked.slab)  # [slots, heads, chunk_tokens, field's dim] each
                 head = picked.head - part.first_head if part.heads > 1 else 0  # in the block
                 fields = tuple(view[picked.slot, head, picked.inside] for view in views)
                 target[picked.head, picked.position] = self._shape.decode(self._block_group, part, fields)  # [n, dim]
@@ -109,16 +113,15 @@ class Gather:
         """Copy several parts to their positions, `[parts, heads, positions, dim]`. See `copy`."""
         self._copy(joined.first, partial(self._shape.joined_views, joined=joined), target)
 
-    def _copy(self, part: Part, views_of: Callable[[torch.Tensor], tuple[torch.Tensor, ...]], to: torch.Tensor) -> None:
+    def _copy(self, part: Part, views_of: _ViewsOf, to: torch.Tensor) -> None:
         """Copy all runs, and the scattered tokens that are for all heads, to `[..., positions, dim]`.
 
         Args:
             part: Part that tells how the fields are decoded.
-            views_of: Returns views of the fields in memory, `[slots, ..., chunk_tokens, field's dim]` each.
+            views_of: See `_ViewsOf`.
             to: Target.
         """
-        for run in self._runs:
-            self._copy_run(run, part, views_of, to)
+        self._copy_runs(part, views_of, to)
         if self._picked is None:
             self._picked = list(self._pick())
         for picked in self._picked:
@@ -131,30 +134,24 @@ class Gather:
             else:
                 to.index_copy_(to.ndim - 2, picked.position, values)
 
-    def _copy_run(
-        self, run: _Run, part: Part, views_of: Callable[[torch.Tensor], tuple[torch.Tensor, ...]], target: torch.Tensor
-    ) -> None:
-        """Copy a run: all whole blocks in one strided copy, and the partial blocks at its ends separately."""
-        chunk, views = self._shape.geometry.chunk_tokens, views_of(run.memory)
-        at, stop, position = run.inside, run.inside + run.count, run.position
-        while at < stop:
-            index, inside = divmod(at, chunk)
-            num_blocks = (stop - at) // chunk if inside == 0 else 0
-            if num_blocks:
-                count = num_blocks * chunk
-                view = target.narrow(-2, position, count).unflatten(-2, (num_blocks, chunk))
-                fields = tuple(view[index : index + num_blocks].movedim(0, -3) for view in views)
-            else:
-                count = min(chunk - inside, stop - at)
-                view = target.narrow(-2, position, count)
-                fields = tuple(view[index].narrow(-2, inside, count) for view in views)
-            view.copy_(self._shape.decode(self._block_group, part, fields))
-            at, position = at + count, position + count
-
-    def _views(self, memory: torch.Tensor, part: Part, heads: int) -> tuple[torch.Tensor, ...]:
-        """Return views of the fields of a part, limited to its first `heads` heads."""
-        views = self._shape.field_views(memory, part)
-        return views if heads == part.heads else tuple(view[:, :heads] for view in views)
+    def _copy_runs(self, part: Part, views_of: _ViewsOf, target: torch.Tensor) -> None:
+        """Copy all runs: the whole blocks of each in one strided copy, and partial blocks at its ends separately."""
+        chunk = self._shape.geometry.chunk_tokens
+        for run in self._runs:
+            at, stop, position, views = run.inside, run.inside + run.count, run.position, views_of(run.memory)
+            while at < stop:
+                index, inside = divmod(at, chunk)
+                num_blocks = (stop - at) // chunk if inside == 0 else 0
+                if num_blocks:
+                    count = num_blocks * chunk
+                    view = target.narrow(-2, position, count).unflatten(-2, (num_blocks, chunk))
+                    fields = tuple(view[index : index + num_blocks].movedim(0, -3) for view in views)
+                else:
+                    count = min(chunk - inside, stop - at)
+                    view = target.narrow(-2, position, count)
+                    fields = tuple(view[index].narrow(-2, inside, count) for view in views)
+                view.copy_(self._shape.decode(self._block_group, part, fields))
+                at, position = at + count, position + count
 
     def _pick(self) -> Iterator[_Picked]:
         """Yield the scattered tokens that were added, grouped by slab."""

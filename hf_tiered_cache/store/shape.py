@@ -298,12 +298,16 @@ class SegmentShape:
         """Allocate aligned memory for all blocks of a KV cache group, uint8 `[chunks, block_bytes]`."""
         return aligned_bytes(self.chunks_in(group) * group.block_bytes).view(-1, group.block_bytes)
 
-    def field_views(self, blocks: torch.Tensor, part: Part) -> tuple[torch.Tensor, ...]:
-        """Return views of a part's fields in blocks, uint8 `[n, block_bytes]`: `[n, heads, chunk_tokens, dim]` each."""
+    def field_views(self, blocks: torch.Tensor, part: Part, heads: int | None = None) -> tuple[torch.Tensor, ...]:
+        """Return views of a part's fields in blocks, uint8 `[n, block_bytes]`: `[n, heads, chunk_tokens, dim]` each.
+
+        They have all heads of the part, or its first `heads`.
+        """
+        heads = part.heads if heads is None else heads
         return tuple(
-            blocks[:, slot.offset : slot.offset + slot.nbytes]
+            blocks[:, slot.offset : slot.offset + slot.nbytes // part.heads * heads]
             .view(slot.dtype)
-            .unflatten(1, (part.heads, self.geometry.chunk_tokens, slot.dim))
+            .unflatten(1, (heads, self.geometry.chunk_tokens, slot.dim))
             for slot in part.fields
         )
 
