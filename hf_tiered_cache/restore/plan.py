@@ -168,16 +168,16 @@ class Plan:
             if not held[layer][needed - piece.first].all():
                 raise ValueError(f"segment {piece.reader.id} lacks tokens of layer {layer} that the plan restores")
 
-    @property
-    def _new_positions(self) -> Positions:
-        """Positions that are not restored."""
-        return self.computed[-1]
+    @cached_property
+    def _new_tokens(self) -> int:
+        """Number of tokens in all rows that are not restored."""
+        return self._tokens_in(self.computed[-1])
 
     @cached_property
     def restored_tokens(self) -> int:
         """Number of restored tokens in all rows: those not computed by the last layer, and recomputed prefixes."""
         tokens = sum(len(group.rows) * (self.num_positions - max(0, group.pad - self.base)) for group in self.groups)
-        return tokens - self._tokens_in(self._new_positions)
+        return tokens - self._new_tokens
 
     @property
     def recomputed_tokens(self) -> float:
@@ -185,8 +185,7 @@ class Plan:
         if self.suffix is not None:
             return 0.0
         counts = {id(positions): self._tokens_in(positions) for positions in self.computed}
-        new_tokens = self._tokens_in(self._new_positions)
-        return sum(counts[id(positions)] - new_tokens for positions in self.computed) / len(self.computed)
+        return sum(counts[id(positions)] - self._new_tokens for positions in self.computed) / len(self.computed)
 
     @property
     def attended_tokens(self) -> int:
@@ -316,9 +315,9 @@ class RecomputePlan(Plan):
         until, length = self.restored_until, self.recompute_lengths[layer]
         return (max(length, until - (window - 1)) if window else length), until
 
-    @property
-    def _new_positions(self) -> Positions:
-        return np.arange(self.restored_until, self.num_positions)
+    @cached_property
+    def _new_tokens(self) -> int:
+        return self._tokens_in(np.arange(self.restored_until, self.num_positions))
 
 
 @dataclass(frozen=True)
