@@ -199,9 +199,9 @@ class SequenceState:
         for hasher in self._hashers:
             pieces = []
             for match in find_passages(tokens, hasher, store.find_parts, start, self.segments):
+                exact = hasher is self._hashers[0] and match.is_exact(tokens, hasher)
                 reader = store.found_passage(match.row)
                 count = 0 if reader is None else min(match.num_hashes, reader.shape.whole_hashes - match.first)
-                exact = hasher is self._hashers[0] and match.is_exact(tokens, hasher)
                 if reader and count > 0 and (exact or reader.shape.layout.position_independent):
                     is_ranked = method.ranked_by and not exact
                     scores = store.rankings.of(reader).get(method.ranked_by) if is_ranked else None
@@ -349,9 +349,9 @@ class SequenceState:
 
     def _report_passages(self, plan: Plan | None, collector: StatsCollector) -> None:
         """Report what became of the passages so far."""
+        rows = [row[pad:] for row, pad in zip(self.history.ids(), self.history.pads, strict=True)]
         if plan is not None:
             self._report.add(plan.groups, plan.base, self.history.pads)
-        rows = [row[pad:] for row, pad in zip(self.history.ids(), self.history.pads, strict=True)]
         passages, is_joined = self._report.passage_stats(rows, self._hashers, self.segments)
         collector.stats.passages = passages
         if is_joined:
