@@ -151,21 +151,24 @@ class RowIndexes:
         """Return the indexes of a row at a layer, all of which exist: the row was selected from them before."""
         return [run.index for run in self._runs[layer, place] if run.index is not None]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all indexes looked up or built so far. Indexes that rows share count once."""
-        indexes = {id(index): index for layer, place in self._runs for index in self.held(layer, place)}
-        return sum(index.nbytes for index in indexes.values())
+    def finish(self) -> bool:
+        """Store newly built indexes, merge the indexes for decoding, and count their bytes.
 
-    @property
-    def fit(self) -> bool:
-        """True if the index cache has room for all indexes. True if its budget is 0."""
-        indexes = {id(run.held): run.held for runs in self._runs.values() for run in runs}
-        nbytes = sum(index.nbytes for index in indexes.values() if index is not None)
-        return not 0 < self._index_cache.budget < nbytes
+        Call when all layers have their indexes. Return whether the index cache has room for them, or no budget at all.
+        """
+        self._keep()
+        self._merge()
+        runs = [run for runs in self._runs.values() for run in runs]
+        used = {id(run.index): run.index for run in runs}  # rows share indexes, which count once
+        held = {id(run.held): run.held for run in runs}
+        nbytes, held_bytes = (
+            sum(index.nbytes for index in indexes.values() if index is not None) for indexes in (used, held)
+        )
+        self._fetcher.collector.add(index_bytes=nbytes)
+        return not 0 < self._index_cache.budget < held_bytes
 
-    def merge(self) -> None:
-        """Merge the indexes of each layer and row for decoding. Call when all layers have their indexes.
+    def _merge(self) -> None:
+        """Merge the indexes of each layer and row.
 
         Merged indexes replace the original ones, also in the index cache. One layer at a time is held twice.
         """
@@ -200,8 +203,8 @@ class RowIndexes:
                 (piece,) = run.pieces
                 self._build(run, layer, keys[:, piece.at : piece.at + piece.count])
 
-    def keep(self) -> None:
-        """Write newly built indexes to sidecars. Call when all layers have their indexes.
+    def _keep(self) -> None:
+        """Write newly built indexes to sidecars.
 
         A sidecar has all layers. A segment is skipped if some of its layers are in memory only as merged indexes.
         """

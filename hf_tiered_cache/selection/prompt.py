@@ -126,10 +126,7 @@ class SelectiveRestore:
                     share_row(tensor, rows, begin, stop)
         table.finish(layer)
         if layer == self._periods[-1][-1] and self._indexes is not None:
-            self._indexes.keep()
-            self._indexes.merge()
-            self.collector.add(index_bytes=self._indexes.nbytes)
-            self.index_fits = self._indexes.fit
+            self.index_fits = self._indexes.finish()
 
     def keys_to_index(self, layer: int, like: torch.Tensor) -> list[torch.Tensor | None]:
         """Return, for each group of rows, an empty tensor `[kv_heads, tokens, dim]` for the keys to index, or None.
