@@ -297,6 +297,11 @@ class SlidingSource(DenseSource):
         past = min(self.get_seq_length(), self.window - 1)
         return past + query_length, self.get_seq_length() - past
 
+    def end_pass(self) -> None:
+        super().end_pass()
+        if self.is_initialized and not self.record_past:
+            self._forget_unseen()  # which a layer with a preview has not done
+
     def activate_past_recording(self) -> None:
         """Keep all positions until the next `crop`, which may remove tokens (assisted decoding)."""
         self.record_past = True

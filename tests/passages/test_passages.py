@@ -373,6 +373,21 @@ def test_chunked_prefill_with_what_is_computed(method, store):
     assert torch.isfinite(ours).all()
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_the_layer_that_compares_holds_no_more_than_its_window(attention, store):
+    """All layers with a sliding window share a mask, so they need as many positions in the next chunk."""
+    model = build("mistral")
+    model.set_attn_implementation(attention)
+    fill(store, model)
+    cache = TieredCache(model, store, method=tune(0.25), record=False)
+    with torch.no_grad():
+        for chunk in PROMPT.split(100, dim=1):
+            logits = model(input_ids=chunk, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+            assert {layer.keys.shape[2] for layer in cache.layers} == {model.config.sliding_window - 1}
+    assert torch.isfinite(logits).all()
+    assert [passage.tokens_found for passage in cache.stats.passages] == [112, 96, 80]
+
+
 def test_the_next_turn_finds_passages_too(store):
     model = build("qwen2")
     fill(store, model)
