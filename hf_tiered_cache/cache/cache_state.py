@@ -142,6 +142,8 @@ class CacheState:
             return request
         if check is not None and request.num_positions > 1 and check.odd():  # nothing may be restored after it
             return reasons.ODD_MASK
+        if sequence is not None:
+            sequence.history.pads = request.pads
         regime: str | None = ""
         if identity.rope_varies:
             length = num_positions + request.num_positions - min(request.pads)

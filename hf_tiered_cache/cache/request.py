@@ -262,12 +262,12 @@ def parse_request(
         return LOOKS_AHEAD
     if kwargs.get("position_ids") is None and not arguments.counts_positions:
         return OWN_POSITIONS
-    if check is not None and pads is not None and num_positions == 1:
+    if check is not None and pads is not None and num_positions == 1 and max(pads) < base:
         if odd := check.add(kwargs, base, pads):
             return odd
     else:
         padding = left_padding(kwargs.get("attention_mask"), ids, base)
-        if padding is None or (pads is not None and padding != pads):
+        if padding is None or (pads is not None and not _continues(padding, pads, base)):
             return ODD_MASK
         pads = padding
         if not _counts_on(kwargs, base, pads, num_positions, text):
@@ -341,6 +341,14 @@ def left_padding(mask: torch.Tensor | None, ids: torch.Tensor, base: int) -> lis
     if not torch.equal(mask, present.to(mask.dtype)):  # some models add up the values to number tokens
         return None
     return pads.tolist()
+
+
+def _continues(padding: list[int], pads: list[int], base: int) -> bool:
+    """Return whether rows with the left padding `pads` in the first `base` positions may continue with `padding`.
+
+    The padding of a row without a token so far may be longer, as in a prompt that is passed in chunks.
+    """
+    return all(new == old or min(new, old) >= base for new, old in zip(padding, pads, strict=True))
 
 
 def _counts_on(kwargs: dict[str, Any], base: int, pads: list[int], num_positions: int, text: int) -> bool:

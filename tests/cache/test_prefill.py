@@ -370,3 +370,22 @@ def test_plain_arithmetic_is_the_kernel(masked, monkeypatch):
     ours, kernel = partial_attention._plain_attention(*given), partial_attention.attention(*given)
     torch.testing.assert_close(ours.output, kernel.output, rtol=0, atol=1e-5)
     torch.testing.assert_close(ours.log_total, kernel.log_total, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk", [1, 16])
+def test_a_row_may_begin_after_the_first_chunk(model, store, chunk):
+    """generate(prefill_chunk_size=...) passes its padding first, and its mask shows more of it in each chunk."""
+    ids = torch.cat([prompt(52), torch.nn.functional.pad(prompt(20, seed=2), (32, 0))])
+    arguments = {**GREEDY, "attention_mask": (ids > 0).long(), "prefill_chunk_size": chunk}
+    expected = model.generate(ids, past_key_values=DynamicCache(config=model.config), **arguments)
+    for stored in (48 + 16, 0):
+        found, cache = ask(model, store, ids, method=None, **arguments)
+        assert torch.equal(found.sequences, expected.sequences)
+        close(found.logits[0], expected.logits[0])
+        assert cache.stats.tokens_restored + cache.stats.tokens_computed == 52 + 20 + 2 * (NEW - 1)
+        assert (cache.stats.tokens_restored > 0) == (chunk > 1 and not stored)
+        cache.store_now()
+        assert cache.stats.tokens_stored >= stored
+        store.flush()
+    for row, tokens in ((ids[:1], 48), (ids[1:, 32:], 16)):
+        assert ask(model, store, row, method=None)[1].stats.tokens_restored == tokens
