@@ -347,15 +347,15 @@ def devices(model: PreTrainedModel) -> str:
 
 def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a configuration that may affect keys and values, ready for JSON."""
-    settings = {str(key): value for key, value in config.items()}
-    return {key: _plain(value) for key, value in settings.items() if not (key in IRRELEVANT or key.startswith("_"))}
+    return {key: _plain(value) for key, value in config.items() if key not in IRRELEVANT and not key.startswith("_")}
 
 
 def _plain(value: Any) -> Any:
     if hasattr(value, "to_dict"):
         value = value.to_dict()
     if isinstance(value, dict):
-        return _settings(value)  # it may be a configuration within the other one
+        is_config = "model_type" in value  # a configuration within the other one
+        return _settings(value) if is_config else {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return value

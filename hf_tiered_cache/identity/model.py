@@ -226,8 +226,8 @@ class ModelDescription(RunnerDescription):
                 for key in value.keys() - idle:
                     self.watch.item(value, key)
                 value = {key: item for key, item in value.items() if key not in idle}
-            may_be_setting = origin_of_class(kind) in TRUSTED  # of a configuration
-            add = self._add_setting if may_be_setting else self.add
+            # modules of packages keep values of their configuration
+            add = self._add_setting if origin_of_class(kind) in TRUSTED else self.add
             add(f"the attribute {location}.{name}" if location else f"the attribute {name}", value)
         if kind._save_to_state_dict is not nn.Module._save_to_state_dict:  # packed and scaled weights of int8 layers
             saved: dict[str, Any] = {}

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from hf_tiered_cache import KVStore, TieredCache, UnsupportedModelError
-from hf_tiered_cache.identity import Fingerprinter, fingerprint, rope_regime
+from hf_tiered_cache.identity import Fingerprinter, differing_facts, fingerprint, rope_regime
 from hf_tiered_cache.identity import model as inspected
 from hf_tiered_cache.patches.layers import dropping
 from hf_tiered_cache.patches.scope import Scope
@@ -122,6 +122,15 @@ def test_saving_changes_values_of_a_configuration_but_not_the_fingerprint(make, 
     model = make().eval()
     model.save_pretrained(tmp_path)
     assert fingerprint(type(model).from_pretrained(tmp_path).eval()) == fingerprint(model)
+
+
+def test_private_keys_of_a_quantization_count():
+    """TorchAO names its kind of quantization by such keys. A miss says that the quantization differs."""
+    model, facts = build("llama"), []
+    for kind in ("Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig"):
+        model.config.quantization_config = {"quant_type": {"default": {"_type": kind}}}
+        facts.append(Fingerprinter(model).look().facts)
+    assert "quantization" in differing_facts(*facts)
 
 
 def test_an_upgrade_of_the_library_or_its_format_leaves_what_is_stored(tmp_path, monkeypatch):
