@@ -177,7 +177,7 @@ _Store = TypeVar("_Store", bound=_Placed)
 
 
 @contextmanager
-def naming(failure: str) -> Iterator[None]:
+def as_store_error(failure: str) -> Iterator[None]:
     """Raise a StoreError that begins with `failure`, such as "pins cannot be changed", in place of an OSError."""
     try:
         yield
@@ -190,7 +190,7 @@ def naming_place(operation: Callable[Concatenate[_Store, _P], _T]) -> Callable[C
 
     @wraps(operation)
     def run(store: _Store, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        with naming(f"a file of {store.place} cannot be read or changed"):
+        with as_store_error(f"a file of {store.place} cannot be read or changed"):
             return operation(store, *args, **kwargs)
 
     return run

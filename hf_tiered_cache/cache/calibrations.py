@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from ..errors import naming
+from ..errors import as_store_error
 from ..methods import BudgetMethod, describe_method
 from ..passages.recompute import Costs
 from ..stats import TIERS
@@ -387,7 +387,7 @@ def change_records(storage: Storage, name: str, change: Callable[[_Saved], _Save
     Suspended conversations write to this file, too. Raises StoreError if it cannot be written.
     """
     check_saving(storage)
-    with naming(f"calibrations.json in {storage.place} cannot be written"), storage.disk.backend.locked():
+    with as_store_error(f"calibrations.json in {storage.place} cannot be written"), storage.disk.backend.locked():
         records = change(records_of(storage, name))
         storage.calibrations.write(name, records)
     return records

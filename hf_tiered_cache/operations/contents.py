@@ -15,7 +15,7 @@ from tqdm.auto import tqdm
 
 from ..cache.conversation import remove_conversations
 from ..cache.storage import Storage
-from ..errors import ConfigError, StoreError, naming, naming_place
+from ..errors import ConfigError, StoreError, as_store_error, naming_place
 from ..stats import StoreStats
 from ..store import maintain
 from ..store.catalogue import SegmentRow
@@ -315,7 +315,10 @@ def enter_documents(
     if not storage.disk.backend.writable:
         raise StoreError(f"{storage.place} is not writable, so labels cannot be saved")
     documents = storage.documents
-    with naming(f"labels cannot be saved in {storage.place}, but stored passages stay"), storage.disk.backend.locked():
+    with (
+        as_store_error(f"labels cannot be saved in {storage.place}, but stored passages stay"),
+        storage.disk.backend.locked(),
+    ):
         before = {record.label: documents.read(*record.key) for record in records}
         rows = storage.disk.index.rows()
         kept = [label for label in incomplete if (old := before[label]) is not None and rows_of(old.passages, rows)]

@@ -23,7 +23,7 @@ from ..errors import (
     QuotaError,
     RestoreError,
     StoreBusyError,
-    naming,
+    as_store_error,
 )
 from .backend import SegmentBackend, Upload
 from .catalogue import SegmentRow
@@ -316,7 +316,7 @@ class SegmentStore(Space):
 
     def sync(self) -> None:
         """Make what was published durable. Raises StoreError."""
-        with naming(f"{self.place} cannot be synchronized to disk"):
+        with as_store_error(f"{self.place} cannot be synchronized to disk"):
             self.backend.sync()
 
     def close(self) -> None:

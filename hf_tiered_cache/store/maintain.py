@@ -10,7 +10,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from ..errors import FormatError, IntegrityError, NotOursError, OtherFormatError, OtherKeyError, naming
+from ..errors import FormatError, IntegrityError, NotOursError, OtherFormatError, OtherKeyError, as_store_error
 from .catalogue import SegmentRow
 from .conversations import Conversations
 from .disk import SegmentStore
@@ -93,7 +93,7 @@ def verify(store: SegmentStore, *, progress: bool = False, repair: bool = False)
     report, backend = VerifyReport(), store.backend
     if repair:
         store.check_writable()
-    with naming(f"{store.place} cannot be listed"):
+    with as_store_error(f"{store.place} cannot be listed"):
         report.unknown = backend.unknown()
         foreign = {os.path.join(store.place, path) for path in report.unknown}
         names = [name for name in sorted(backend.names()) if backend.where(name) not in foreign]
@@ -196,7 +196,7 @@ def gc(store: SegmentStore, replaced: Mapping[str, int] | None = None, *, dry_ru
             orphans, "its segment no longer exists"
         )
         store.index.scan()
-        with naming(f"{store.place}: pins cannot be listed"):
+        with as_store_error(f"{store.place}: pins cannot be listed"):
             pinned = store.backend.pinned()
         store.correct_sizes()
         rows = {row.id: row for row in store.index.rows() if row.id not in replaced}

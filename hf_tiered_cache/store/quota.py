@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import accumulate
 
-from ..errors import ConfigError, QuotaError, StoreError, naming
+from ..errors import ConfigError, QuotaError, StoreError, as_store_error
 from .backend import SegmentBackend, Upload
 from .cipher import Plain
 from .faults import Faults
@@ -218,7 +218,7 @@ class Space:
         """Pin segments, which protects them from eviction, or unpin them. Raises ConfigError or StoreError."""
         self.check_writable()
         ids = list(ids)
-        with naming(f"pins cannot be changed in {self.place}"), self.backend.locked():
+        with as_store_error(f"pins cannot be changed in {self.place}"), self.backend.locked():
             stored = self.index.ids() if pinned else None  # under the lock: none can be evicted that was just pinned
             unknown = set[str]() if stored is None else set(ids) - stored
             if not unknown:

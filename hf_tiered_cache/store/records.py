@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
-from ..errors import ConfigError, FormatError, NotOursError, OtherFormatError, StoreError, naming
+from ..errors import ConfigError, FormatError, NotOursError, OtherFormatError, StoreError, as_store_error
 from .faults import Notices
 from .kinds import (
     CALIBRATIONS,
@@ -315,7 +315,7 @@ class Calibrations:
 
     def check_writable(self) -> None:
         """Raise StoreError if `write` would fail, since the file is damaged or cannot be read."""
-        with naming(f"{self._where} cannot be read"):
+        with as_store_error(f"{self._where} cannot be read"):
             is_missing = self.files.version(CALIBRATIONS, CALIBRATIONS_NAME) is None
             if is_missing or self.files.is_own(CALIBRATIONS, CALIBRATIONS_NAME):
                 return
