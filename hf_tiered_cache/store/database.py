@@ -20,6 +20,8 @@ from .root import StoreRoot
 from .threads import PerProcess, fork_lock
 
 SCHEMA_VERSION = 7
+SQLITE_PATH_BYTES = 512 - len("-journal")
+"""Maximum number of bytes in the path of a database: SQLite opens no longer path of its journal."""
 _SCHEMA = (
     "DROP TABLE IF EXISTS segments",
     "DROP TABLE IF EXISTS scores",

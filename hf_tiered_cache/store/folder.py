@@ -20,7 +20,7 @@ from stat import S_ISREG
 
 from ..errors import StoreBusyError, StoreError
 from .backend import HeadLength, SegmentBackend
-from .database import has_database
+from .database import SQLITE_PATH_BYTES, has_database
 from .engines import Engine, EngineFile, ReadOp
 from .format import HEADER_BYTES
 from .kinds import CATALOGUE_NAME, DATABASE_FILES, KINDS, LOCK, PIN, SEGMENT, SEGMENT_SUFFIX, SIDECAR, FileKind, file_of
@@ -34,7 +34,7 @@ _LOCK_SECONDS = 30.0
 `_LOCK_SECONDS_AFTERWARDS` until the lock is acquired again."""
 _LOCK_SECONDS_AFTERWARDS = 1.0
 _OPENINGS = 100  # maximum number of attempts to open a file that is replaced between two calls each time
-_MOST_PATH_BYTES = 512 - len(f"/{CATALOGUE_NAME}-journal")  # SQLite opens no longer path
+_MOST_PATH_BYTES = SQLITE_PATH_BYTES - len(f"/{CATALOGUE_NAME}")
 _MOST_UNSYNCED = 1000  # maximum number of files that wait to be made durable
 _UNNAMED = tuple(kind for kind in KINDS if kind not in (SEGMENT, SIDECAR, PIN))
 """Kinds of files that take space and are neither segments nor sidecars. Pins are empty."""

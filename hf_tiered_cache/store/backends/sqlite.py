@@ -12,6 +12,7 @@ from pathlib import Path
 from stat import S_ISREG
 
 from ...errors import ConfigError, FormatError
+from ..database import SQLITE_PATH_BYTES
 from ..kinds import CATALOGUE_JOURNAL
 from ..settings import path_in
 from ..threads import fork_lock
@@ -19,7 +20,6 @@ from ..tree import open_regular, read_all
 from .values import Range, ValueBackend
 
 _APPLICATION = 0x48465443  # "HFTC", in the header of the file
-_MOST_PATH_BYTES = 512 - len("-journal")  # SQLite opens no longer path
 _BUSY_SECONDS = 30.0  # seconds to wait while another process writes to the file
 
 _ERRORS = {
@@ -172,8 +172,8 @@ def _check(path: Path) -> bool:
     SQLite deletes or applies what has the name of a journal, next to a new file, too. Only SQLite opens the file: to
     close another descriptor of it would release the locks that this process has.
     """
-    if len(os.fsencode(path)) > _MOST_PATH_BYTES:
-        raise OSError(errno.ENAMETOOLONG, f"its path has more than {_MOST_PATH_BYTES} bytes; choose a shorter one")
+    if len(os.fsencode(path)) > SQLITE_PATH_BYTES:
+        raise OSError(errno.ENAMETOOLONG, f"its path has more than {SQLITE_PATH_BYTES} bytes; choose a shorter one")
     size, neighbors = 0, [path.with_name(path.name + suffix) for suffix in ("-journal", "-wal", "-shm")]
     neighbors = [neighbor for neighbor in neighbors if os.path.lexists(neighbor)]  # first: creation has no journal
     with suppress(FileNotFoundError):
