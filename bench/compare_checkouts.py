@@ -57,7 +57,7 @@ def main() -> None:
     machine_info = machine(torch.device("cpu"), HERE)
     document = {"machine": machine_info, "options": arguments.options, "rounds": arguments.rounds, "results": results}
     text = report(results, arguments, machine_info)
-    save(arguments.out, f"compare-{Path(arguments.script).stem}", document, text)
+    save(arguments.out, arguments.name or f"compare-{Path(arguments.script).stem}", document, text)
     print(text)
 
 
@@ -67,6 +67,7 @@ def arguments_of() -> argparse.Namespace:
     parser.add_argument("script", help="script of bench/, in every checkout")
     parser.add_argument("--source", type=Path, action="append", required=True, help="another checkout; can be repeated")
     parser.add_argument("--rounds", type=int, default=2, help="number of processes per checkout")
+    parser.add_argument("--name", help="name of the result files; default: compare-<script>")
     words = sys.argv[1:]
     end = words.index("--") if "--" in words else len(words)  # the rest belongs to the script
     arguments = parser.parse_args(words[:end])

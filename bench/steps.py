@@ -170,8 +170,7 @@ def count_calls(folder: Path, layers: int) -> dict[str, int]:
     """Count the calls of an exact prompt's pass and of a token's, without spot checks and recording."""
     model = model_of(layers, kv_heads=2)
     prompt = torch.randint(1, 128, (1, PREFIX + SUFFIX))
-    options = {"spot_checks": 0.0} if "spot_checks" in inspect.signature(KVStore).parameters else {}
-    with KVStore(folder / f"calls-{layers}", **options) as store:
+    with KVStore(folder / f"calls-{layers}", spot_checks=0.0) as store:
         store.precompute(model, prompt[:, :PREFIX], progress=False)
         for _ in range(4):  # the last pass is counted, the others warm up
             cache = TieredCache(model, store, record=False)
