@@ -283,10 +283,10 @@ def layers(model):
     return model
 
 
-_COMPILED = *pairs([whole, in_place, forward, inner, layers], ["before", "after"]), *pairs([inner, layers], ["last"])
+COMPILED = *pairs([whole, in_place, forward, inner, layers], ["before", "after"]), *pairs([inner, layers], ["last"])
 
 
-@pytest.mark.parametrize(("compiled", "when"), _COMPILED)
+@pytest.mark.parametrize(("compiled", "when"), COMPILED)
 def test_compiled_models_fall_back(tmp_path, compiled, when):
     """The model is compiled before or after it is attached, or last, after its cache was created."""
     torch._dynamo.reset()
