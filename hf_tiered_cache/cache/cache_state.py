@@ -143,7 +143,7 @@ class CacheState:
         if check is not None and request.num_positions > 1 and check.odd():  # nothing may be restored after it
             return reasons.ODD_MASK
         if sequence is not None:
-            sequence.history.pads = request.pads
+            sequence.history.pads = request.pads  # more, in rows without a token so far
         regime: str | None = ""
         if identity.rope_varies:
             length = num_positions + request.num_positions - min(request.pads)

@@ -111,8 +111,10 @@ class ByIndex(Selector):
 
         The result contains enough of `candidates`, however high the other chunks rank.
         """
-        num_candidates, total = len(span.candidates) + len(span.offloaded), sum(index.chunks for index in indexes)
-        return rank(indexes, query, scaling, min(total, int(_CANDIDATES * span.chunks) + total - num_candidates))
+        num_candidates = len(span.candidates) + len(span.offloaded)
+        total_chunks = sum(index.chunks for index in indexes)
+        excluded_chunks = total_chunks - num_candidates
+        return rank(indexes, query, scaling, min(total_chunks, int(_CANDIDATES * span.chunks) + excluded_chunks))
 
     def candidates(self, ranked: np.ndarray, span: Span) -> np.ndarray:
         """Return the selectable chunks of rankings, int64 `[..., n]`, in their order, cut to the shortest row."""

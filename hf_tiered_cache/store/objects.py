@@ -166,6 +166,7 @@ class ObjectBackend(ABC, SegmentBackend):
         return content
 
     def _checked_range(self, name: str, version: Any, offset: int, nbytes: int) -> bytes:
+        """Return what `get_object` returns. Raises ConfigError if that is not bytes, as a plug-in may do."""
         content = self.get_object(name, version, offset, nbytes)
         try:
             memoryview(content)
