@@ -39,15 +39,15 @@ def pytest_generate_tests(metafunc):
 @pytest.fixture
 def backend(request, tmp_path, place_of):
     if request.param == "memory":
-        made: SegmentBackend = MemoryBackend()
+        segment_backend: SegmentBackend = MemoryBackend()
     elif request.param == "folder":
-        made = FolderBackend(tmp_path, PosixEngine())
+        segment_backend = FolderBackend(tmp_path, PosixEngine())
     elif request.param in KINDS:
-        made = open_remote(place_of(request.param.removesuffix("://")))
+        segment_backend = open_remote(place_of(request.param.removesuffix("://")))
     else:
-        made = open_remote(request.param.format(uuid.uuid4().hex))
-    yield made
-    made.close()
+        segment_backend = open_remote(request.param.format(uuid.uuid4().hex))
+    yield segment_backend
+    segment_backend.close()
 
 
 def filled(number):
@@ -116,16 +116,16 @@ def test_one_call_reads_several_segments(backend):
 
 def test_a_head_is_as_long_as_its_first_page_says(backend):
     put(backend)
-    seen = []
+    calls = []
 
     def length(stored, page):
-        seen.append((stored, page))
+        calls.append((stored, page))
         return 8192
 
     stored, head = backend.head(A, length)
     assert (stored, head) == (backend.find(A), DATA[:8192])
     assert backend.open(A, length)[:2] == (stored, head)
-    assert seen == 2 * [(stored, DATA[:4096])]
+    assert calls == 2 * [(stored, DATA[:4096])]
     assert backend.head(A, lambda *_: 10 * SIZE)[1] == DATA  # fewer only where it ends
     put(backend, B, b"short")
     assert backend.head(B, lambda stored, page: len(page))[1] == b"short"
@@ -326,18 +326,18 @@ def test_a_store_serves_segments_from_it(backend):
     header, blocks = publish(store)
     assert [row.id for row in store.find(hashes(4))] == [header.id]
     assert store.found(store.find(hashes(4))[0]) is not None
-    for written, read in zip(blocks, read_back(store, header.id), strict=True):
-        assert torch.equal(written, read)
+    for written_blocks, read_blocks in zip(blocks, read_back(store, header.id), strict=True):
+        assert torch.equal(written_blocks, read_blocks)
     assert store.publish(header, hashes(4), blocks)
     assert store.counters.snapshot().duplicate_writes == 1
     report = maintain.verify(store)
     assert (report.segments, report.ok) == (1, True)
-    other = store_over(backend)  # another process: its catalogue is made of what is there
-    assert [row.id for row in other.find(hashes(4))] == [header.id]
-    assert other.remove([header.id]) == 1
+    other_store = store_over(backend)  # another process: its catalogue is made of what is there
+    assert [row.id for row in other_store.find(hashes(4))] == [header.id]
+    assert other_store.remove([header.id]) == 1
     assert store.reader(header.id) is None
     assert store.find(hashes(4)) == []
-    other.sync()
+    other_store.sync()
 
 
 def test_damage_in_it_is_a_miss_and_the_segment_is_stored_anew(backend):
@@ -353,8 +353,8 @@ def test_damage_in_it_is_a_miss_and_the_segment_is_stored_anew(backend):
     assert store.find(hashes(4)) == []
     assert backend.find(header.id) is None
     publish(store)
-    for written, read in zip(blocks, read_back(store, header.id), strict=True):
-        assert torch.equal(written, read)
+    for written_blocks, read_blocks in zip(blocks, read_back(store, header.id), strict=True):
+        assert torch.equal(written_blocks, read_blocks)
 
 
 def test_a_read_error_hides_a_segment_of_it(backend):
@@ -389,10 +389,10 @@ def test_the_quota_holds_over_any_backend_and_pinned_segments_stay(tmp_path, kin
 def test_a_full_place_drops_the_write_and_evicts_for_the_floor():
     size = len(whole(backend := MemoryBackend(), publish(store_over(backend))[0].id))
     store = store_over(MemoryBackend(capacity=3 * size), floor=size // 2)
-    made = [publish(store, f"s{number}")[0].id for number in range(4)]
-    assert made[0] not in store.backend.names()
-    assert made[-1] in store.backend.names()
+    segment_ids = [publish(store, f"s{number}")[0].id for number in range(4)]
+    assert segment_ids[0] not in store.backend.names()
+    assert segment_ids[-1] in store.backend.names()
     assert store.counters.snapshot().evicted_segments >= 1
     assert not store.publish(*segment(hashes(40, "too large")))
     assert store.counters.snapshot().dropped_writes == 1
-    assert made[-1] in store.backend.names()
+    assert segment_ids[-1] in store.backend.names()

@@ -67,34 +67,34 @@ def bound(codec, tensor):
 @every_codec
 @given(tensor=tensors())
 def test_no_number_is_off_by_more_than_its_step(codec, tensor):
-    made = make_codec(codec)
-    fields = made.encode(tensor)
-    back = made.decode(fields, tensor.dtype)
+    kv_codec = make_codec(codec)
+    fields = kv_codec.encode(tensor)
+    back = kv_codec.decode(fields, tensor.dtype)
     assert back.dtype == tensor.dtype and back.shape == tensor.shape and back.isfinite().all()
     assert ((back.double() - tensor.double()).abs() <= bound(codec, tensor)).all()
     assert (back[(tensor == 0).all(-1)] == 0).all()
-    wanted = made.fields(tensor.dtype, tensor.shape[-1])
-    assert [(field.dtype, field.shape[-1]) for field in fields] == [tuple(field) for field in wanted]
+    declared_fields = kv_codec.fields(tensor.dtype, tensor.shape[-1])
+    assert [(field.dtype, field.shape[-1]) for field in fields] == [tuple(field) for field in declared_fields]
 
 
 @every_codec
 @given(tensor=tensors())
 def test_a_token_is_coded_by_itself_and_always_alike(codec, tensor):
-    made = make_codec(codec)
-    whole = made.encode(tensor)
+    kv_codec = make_codec(codec)
+    whole_fields = kv_codec.encode(tensor)
     for token in range(tensor.shape[1]):
-        alone = made.encode(tensor[:, token : token + 1].clone())
-        assert all(torch.equal(a, b[:, token : token + 1]) for a, b in zip(alone, whole, strict=True))
+        alone = kv_codec.encode(tensor[:, token : token + 1].clone())
+        assert all(torch.equal(a, b[:, token : token + 1]) for a, b in zip(alone, whole_fields, strict=True))
     strided = tensor.transpose(0, 1).contiguous().transpose(0, 1)  # as projections hand them out
-    assert all(torch.equal(a, b) for a, b in zip(made.encode(strided), whole, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(kv_codec.encode(strided), whole_fields, strict=True))
 
 
 @every_lossy
 @given(tensor=tensors())
 def test_what_was_decoded_loses_nothing_more_when_it_is_coded_again(codec, tensor):
-    made = make_codec(codec)
-    once = made.decode(made.encode(tensor), tensor.dtype)
-    twice = made.decode(made.encode(once), tensor.dtype)
+    kv_codec = make_codec(codec)
+    once = kv_codec.decode(kv_codec.encode(tensor), tensor.dtype)
+    twice = kv_codec.decode(kv_codec.encode(once), tensor.dtype)
     off = (twice.double() - once.double()).abs()
     # a scale of float32 may differ in its last bit
     assert (off <= once.double().abs() * (2**-22 if tensor.dtype == torch.float32 else 0)).all()
@@ -106,8 +106,8 @@ def test_what_was_decoded_loses_nothing_more_when_it_is_coded_again(codec, tenso
 def test_a_token_that_is_not_finite_comes_back_as_nan_and_spoils_no_other(codec, odd, dtype):
     tensor = torch.randn(2, 4, 8).to(dtype)
     tensor[1, 2, 3] = odd
-    made = make_codec(codec)
-    back = made.decode(made.encode(tensor), dtype)
+    kv_codec = make_codec(codec)
+    back = kv_codec.decode(kv_codec.encode(tensor), dtype)
     spoiled = torch.zeros(2, 4, dtype=torch.bool)
     spoiled[1, 2] = True
     assert back[spoiled].isnan().all() and back[~spoiled].isfinite().all()
@@ -115,8 +115,8 @@ def test_a_token_that_is_not_finite_comes_back_as_nan_and_spoils_no_other(codec,
 
 def test_raw_keeps_every_bit():
     tensor = torch.randint(-(2**15), 2**15, (2, 8, 16), dtype=torch.int16).view(torch.bfloat16)
-    made = make_codec("raw")
-    assert torch.equal(made.decode(made.encode(tensor), torch.bfloat16).view(torch.int16), tensor.view(torch.int16))
+    codec = make_codec("raw")
+    assert torch.equal(codec.decode(codec.encode(tensor), torch.bfloat16).view(torch.int16), tensor.view(torch.int16))
 
 
 @pytest.mark.parametrize("wrong", ["int7", "", None, 8])
@@ -153,14 +153,14 @@ def test_blocks_hold_what_the_codec_makes_of_each_part(codec, layout, geometry, 
     shape = SegmentShape(layout, replace(geometry, codec=codec), tokens)
     block_group = shape.block_groups[-1]
     blocks = torch.zeros(shape.chunks_in(block_group), block_group.block_bytes, dtype=torch.uint8)
-    put = {part: torch.randn(part.heads, tokens, part.dim).to(layout.dtype) for part in block_group.parts}
-    for part, tensor in put.items():
+    part_tensors = {part: torch.randn(part.heads, tokens, part.dim).to(layout.dtype) for part in block_group.parts}
+    for part, tensor in part_tensors.items():
         shape.pack(blocks, block_group, part, tensor)
-    made = CODECS[codec]
-    for part, tensor in put.items():
-        expected = made.decode(made.encode(tensor), layout.dtype)
+    kv_codec = CODECS[codec]
+    for part, tensor in part_tensors.items():
+        expected = kv_codec.decode(kv_codec.encode(tensor), layout.dtype)
         assert torch.equal(shape.unpack(blocks, block_group, part), expected)
-        decoded = made.decode(shape.field_views(blocks, part), layout.dtype).transpose(0, 1).flatten(1, 2)
+        decoded = kv_codec.decode(shape.field_views(blocks, part), layout.dtype).transpose(0, 1).flatten(1, 2)
         assert torch.equal(decoded[:, :tokens], expected)
         assert (decoded[:, tokens:] == 0).all()
 
@@ -177,8 +177,8 @@ def test_geometries_with_codecs_go_through_json(codec, layout, geometry):
 def test_a_large_model_takes_half_of_bfloat16(codec, dtype, of):
     """Qwen2.5-7B's 28 layers, 4 KV heads of 128: a scale is 1/32 of the codes, and a block ends on 512 bytes."""
     layout = KVLayout((LayerKV(4, 128, 4, 128),) * 28, dtype)
-    whole, half = (SegmentShape(layout, Geometry(codec=name), 4096).blocks_bytes for name in ("raw", codec))
-    assert of < half / whole < of * 1.07
+    raw_bytes, half = (SegmentShape(layout, Geometry(codec=name), 4096).blocks_bytes for name in ("raw", codec))
+    assert of < half / raw_bytes < of * 1.07
 
 
 # --- in a store
@@ -196,11 +196,11 @@ def ask(model, store, ids, method=None, **options):
 @torch.no_grad()
 def coded_kv(model, ids, codec, monkeypatch) -> KV:
     """Return the KV of a prompt after a codec before rotation, without our cache, store or patches."""
-    modeling, made, rotated = importlib.import_module(type(model).__module__), make_codec(codec), []
+    modeling, kv_codec, rotated = importlib.import_module(type(model).__module__), make_codec(codec), []
     rotate = getattr(modeling, "apply_rotary_pos_emb", None)
 
     def through(tensor):
-        return made.decode(made.encode(tensor), tensor.dtype)
+        return kv_codec.decode(kv_codec.encode(tensor), tensor.dtype)
 
     def noting(query, key, cos, sin, *more, **named):
         rotated.append(rotate(query, through(key), cos, sin, *more, **named)[1])
@@ -226,14 +226,14 @@ def test_logits_are_those_of_a_dynamic_cache_whose_kv_went_through_the_codec(fam
     model, ids = build(family, dtype), prompt(100)
     kv = coded_kv(model, ids, codec, monkeypatch)
     question = torch.cat([ids[:, :90], prompt(12, seed=5)], dim=1)
-    theirs = model.generate(question, past_key_values=prefilled(model, [kv], 80), **GREEDY)
+    reference_output = model.generate(question, past_key_values=prefilled(model, [kv], 80), **GREEDY)
     with opened(root, codec) as store:
         store.precompute(model, ids, progress=False)
     with opened(root, codec) as store:
         for tier in ("disk", "host"):
-            ours, stats = ask(model, store, question)
+            output, stats = ask(model, store, question)
             assert (stats.tokens_restored, stats.tier) == (80, tier)
-            assert_same(ours, theirs)
+            assert_same(output, reference_output)
 
 
 def test_bytes_on_disk(root):
@@ -257,27 +257,27 @@ def test_bytes_on_disk(root):
                 assert sizes[codec, dtype, layers] / sizes["raw", dtype, layers] == share / of
 
 
-@pytest.mark.parametrize(("stored", "asked"), [(a, b) for a in CODECS for b in CODECS if a != b])
+@pytest.mark.parametrize(("stored", "method_codec"), [(a, b) for a in CODECS for b in CODECS if a != b])
 @pytest.mark.thin(2)
-def test_what_is_stored_with_one_codec_is_found_with_no_other(stored, asked, root):
+def test_what_is_stored_with_one_codec_is_found_with_no_other(stored, method_codec, root):
     model, ids = build("qwen2"), prompt(100)
     with opened(root, stored) as store:
         store.precompute(model, ids, progress=False)
-        plain, stats = ask(model, store, ids, Exact(codec=asked))
+        plain, stats = ask(model, store, ids, Exact(codec=method_codec))
         assert stats.tokens_restored == 0 and f"codec={stored!r}" in stats.reason
         assert (
             ask(model, store, ids)[1].tokens_restored
             == 96
             == ask(model, store, ids, Exact(codec=stored))[1].tokens_restored
         )
-        assert store.lookup(model, ids, method=Exact(codec=asked)).stored == 0 < store.lookup(model, ids).stored
-    with opened(root, asked) as store:
+        assert store.lookup(model, ids, method=Exact(codec=method_codec)).stored == 0 < store.lookup(model, ids).stored
+    with opened(root, method_codec) as store:
         again, stats = ask(model, store, ids)
         assert stats.tokens_restored == 0
         assert_same(again, plain)
         assert_same(plain, model.generate(ids, **GREEDY))
         store.precompute(model, ids, progress=False)
-        assert {codec_in(row.provenance) for row in store.segments()} == {stored, asked}
+        assert {codec_in(row.provenance) for row in store.segments()} == {stored, method_codec}
         assert (
             ask(model, store, ids)[1].tokens_restored
             == 96
@@ -294,9 +294,9 @@ def test_no_method_finds_lossy_kv_unless_it_names_the_codec(root):
         together = torch.cat([prompt(16, seed=3), passage, prompt(8, seed=4)], dim=1)
         for name in METHODS:
             cache = TieredCache(model, store, method=name, record=False)
-            for asked in (ids, together):
+            for request_ids in (ids, together):
                 cache.reset()
-                model.generate(asked, past_key_values=cache, **GREEDY)
+                model.generate(request_ids, past_key_values=cache, **GREEDY)
                 assert cache.stats.tokens_restored == 0, name
         assert all(codec_in(row.provenance) == "int8" for row in store.segments())
 
@@ -342,27 +342,27 @@ def prefilled_exactly(model, ids):
 
 @every_lossy
 @pytest.mark.parametrize(
-    "cut",
+    "geometry",
     [Geometry(24, 2, 1), Geometry(16, 8, split_kv=True), Geometry(7, 3, solo_layers=1), ContiguousKV().geometry],
     ids=str,
 )
 @pytest.mark.thin(2)
-def test_any_geometry_gives_the_same_bits(codec, cut, root):
+def test_any_geometry_gives_the_same_bits(codec, geometry, root):
     model, ids = build("gemma2"), prompt(150)
     with opened(root / "a", codec) as store:
         store.precompute(model, ids, progress=False)
-        theirs, _ = ask(model, store, ids)
-        with opened(root / "b", codec) as other:
-            other.precompute(model, ids, method=Exact(geometry=cut), progress=False)
-            assert other._storage.disk.reader(other.segments()[0].id).shape.geometry == replace(cut, codec=codec)
-            assert_same(ask(model, other, ids)[0], theirs)
+        reference_output, _ = ask(model, store, ids)
+        with opened(root / "b", codec) as second:
+            second.precompute(model, ids, method=Exact(geometry=geometry), progress=False)
+            assert second._storage.disk.reader(second.segments()[0].id).shape.geometry == replace(geometry, codec=codec)
+            assert_same(ask(model, second, ids)[0], reference_output)
         fields = fields_in(store)
-        assert store.relayout(cut, progress=False) == 1
-        assert store.relayout(cut, progress=False) == 0
-        assert store._storage.disk.reader(store.segments()[0].id).shape.geometry == replace(cut, codec=codec)
-        ours, stats = ask(model, store, ids)
+        assert store.relayout(geometry, progress=False) == 1
+        assert store.relayout(geometry, progress=False) == 0
+        assert store._storage.disk.reader(store.segments()[0].id).shape.geometry == replace(geometry, codec=codec)
+        output, stats = ask(model, store, ids)
         assert stats.tokens_restored == 144
-        assert_same(ours, theirs)
+        assert_same(output, reference_output)
         again = fields_in(store)
         assert all(torch.equal(a, b) for name in fields for a, b in zip(fields[name], again[name], strict=True))
 
@@ -370,11 +370,11 @@ def test_any_geometry_gives_the_same_bits(codec, cut, root):
 def fields_in(store):
     """Return the fields of all heads of the only segment, by layer and tensor."""
     (row,) = store.segments()
-    shape, found = store._storage.disk.reader(row.id).shape, {}
+    shape, fields = store._storage.disk.reader(row.id).shape, {}
     for block_group, blocks in zip(shape.block_groups, read_back(store._storage.disk, row.id), strict=True):
         for part in block_group.parts if not block_group.identifies else ():
-            found.setdefault((part.layer, part.tensor), []).append(shape.unpack_fields(blocks, block_group, part))
-    return {name: [torch.cat(field) for field in zip(*parts, strict=True)] for name, parts in found.items()}
+            fields.setdefault((part.layer, part.tensor), []).append(shape.unpack_fields(blocks, block_group, part))
+    return {name: [torch.cat(field) for field in zip(*parts, strict=True)] for name, parts in fields.items()}
 
 
 def test_relayout_does_not_change_the_codec(root):
@@ -382,9 +382,9 @@ def test_relayout_does_not_change_the_codec(root):
     with opened(root) as store:
         store.precompute(model, ids, progress=False)
         before = [row.id for row in store.segments()]
-        for wanted in (ContiguousKV(codec="int8"), Geometry(8, 2, codec="fp8")):
+        for geometry in (ContiguousKV(codec="int8"), Geometry(8, 2, codec="fp8")):
             with pytest.raises(ConfigError, match=r"codec raw.*precompute"):
-                store.relayout(wanted, progress=False)
+                store.relayout(geometry, progress=False)
         assert [row.id for row in store.segments()] == before
         assert store.relayout(ContiguousKV(codec="int8"), [], progress=False) == 0
         old = store._storage.disk.reader(before[0])
@@ -403,15 +403,15 @@ def test_a_store_may_hold_segments_with_and_without_a_codec(codec, key, root):
     question = torch.cat([ids, prompt(8, seed=3)], dim=1)
     with opened(root, codec) as store:
         store.precompute(model, ids, progress=False)
-        theirs, _ = ask(model, store, question)
+        reference_output, _ = ask(model, store, question)
     with opened(root.parent / "other", codec, key=key) as store:
         store.precompute(model, ids, progress=False)
         store.precompute(model, ids, method=Exact(codec="raw"), progress=False)
         assert {row.provenance for row in store.segments()} == {f"exact {codec}", "exact"}
         store._storage.residency.clear()
-        ours, stats = ask(model, store, question)
+        output, stats = ask(model, store, question)
         assert (stats.tokens_restored, stats.tier) == (96, "disk")
-        assert_same(ours, theirs)
+        assert_same(output, reference_output)
         assert store.verify().ok
 
 
@@ -422,11 +422,11 @@ def test_passages(codec, root):
     ids = torch.cat([torch.tensor([1]), prompt(7, seed=3)[0], passages[1], passages[0], prompt(9, seed=4)[0]])[None]
     method = CacheTune.paper(0.2)
     with opened(root, codec) as store, opened(root.parent / "raw") as raw:
-        for each in (store, raw):
-            each.precompute(model, passages, passages=True, method=method, progress=False)
+        for kv_store in (store, raw):
+            kv_store.precompute(model, passages, passages=True, method=method, progress=False)
         logits = {}
-        for name, each in {codec: store, "raw": raw}.items():
-            cache = TieredCache(model, each, method=method, record=False)
+        for name, kv_store in {codec: store, "raw": raw}.items():
+            cache = TieredCache(model, kv_store, method=method, record=False)
             with torch.no_grad():
                 logits[name] = model(input_ids=ids, past_key_values=cache, logits_to_keep=1).logits
             assert cache.stats.tokens_restored == 96 - 19 + 64 - 12
@@ -464,15 +464,15 @@ def test_methods_with_a_budget_choose_among_what_was_decoded(method, codec, root
     question = torch.cat([ids, prompt(24, seed=5)], dim=1)
     with opened(root, codec) as store:
         store.precompute(model, ids, method=method, progress=False)
-        ours, stats = ask(model, store, question, method)
+        output, stats = ask(model, store, question, method)
         assert 0 < stats.tokens_attended < stats.tokens_restored == 192
         exact, _ = ask(model, store, question)
         assert_same(ask(model, store, question, replace(method, budget=1.0))[0], exact)
         kv = coded_kv(model, ids, codec, monkeypatch)
         assert_same(exact, model.generate(question, past_key_values=prefilled(model, [kv], 192), **GREEDY))
-    with opened(root.parent / "other", codec) as other:
-        other.precompute(model, ids, progress=False)
-        assert_same(ask(model, other, question, method)[0], ours)
+    with opened(root.parent / "other", codec) as second:
+        second.precompute(model, ids, progress=False)
+        assert_same(ask(model, second, question, method)[0], output)
 
 
 @every_lossy

@@ -82,12 +82,12 @@ def test_segments_that_are_not_known_are_not_gone(monkeypatch, fault):
 def test_a_segment_that_cannot_be_read_now_keeps_its_conversation(monkeypatch):
     backend = MemoryBackend()
     publish(store_over(backend))
-    read = backend.get_object
+    get_object = backend.get_object
 
-    def failing(name, *rest):
+    def failing(name, *args):
         if name.startswith("segments/"):
             raise OSError(5, "the network is down")
-        return read(name, *rest)
+        return get_object(name, *args)
 
     with monkeypatch.context() as patch:
         patch.setattr(backend, "get_object", failing)
@@ -126,13 +126,13 @@ def test_a_wrong_size_neither_refuses_a_write_nor_evicts(tmp_path):
 
 
 def test_gc_deletes_a_segment_whose_beginning_is_damaged(tmp_path):
-    damaged, whole = filled(tmp_path, "usable_links = 0", "ac")
+    damaged, intact_id = filled(tmp_path, "usable_links = 0", "ac")
     store = open_store(tmp_path)
     with open(store.path(damaged), "r+b") as file:
         file.seek(store.reader(damaged).header.blocks.offset)
         file.write(b"\x55" * 64)
     assert maintain.gc(store).damaged == 1
-    assert store.backend.names() == [whole] and store.find(hashes(4, "c"))
+    assert store.backend.names() == [intact_id] and store.find(hashes(4, "c"))
     store.close()
 
 

@@ -77,7 +77,7 @@ def test_every_flipped_bit_is_seen_or_changes_nothing(documents, path):
 
 
 @pytest.mark.parametrize(
-    ("damage", "said"),
+    ("damage", "message"),
     [
         (lambda content: content[:40] + b"\xff" + content[41:], "byte 40 is not UTF-8"),
         (lambda content: content[:-40], "it is not JSON"),
@@ -86,9 +86,9 @@ def test_every_flipped_bit_is_seen_or_changes_nothing(documents, path):
     ],
     ids=["byte", "cut", "name", "list"],
 )
-def test_an_error_names_the_damage_and_does_not_repeat_the_record(damage, said):
+def test_an_error_names_the_damage_and_does_not_repeat_the_record(damage, message):
     content = record("a", *(f"{number:032x}" for number in range(1000))).encode()
-    with pytest.raises(FormatError, match=said) as error:
+    with pytest.raises(FormatError, match=message) as error:
         DocumentRecord.decode(damage(content))
     assert len(str(error.value)) < 150
 
@@ -149,7 +149,7 @@ def test_a_record_that_is_left_out_is_logged_once(documents, path, monkeypatch, 
         monkeypatch.setattr(StoreRoot, "read", Mock(side_effect=OSError(errno.EIO, "Input/output error")))
     left_out = set() if fault == "unreadable" else {"a"}
     for _ in range(2):
-        assert {found.label for found in documents.all()} == left_out
+        assert {document.label for document in documents.all()} == left_out
     messages = [message for message in caplog.messages if str(path) in message]
     assert len(messages) == 1
     assert advice in messages[0] and "\n" not in messages[0]

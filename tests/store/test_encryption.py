@@ -117,24 +117,24 @@ def test_a_plain_store_does_not_import_the_package(tmp_path):
         "import sys; from hf_tiered_cache import KVStore; KVStore(sys.argv[1]).close(); "
         "assert not [name for name in sys.modules if name.startswith('cryptography')]"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=120)
+    assert process.returncode == 0, process.stderr
 
 
 def test_a_key_shows_nowhere(tmp_path, model, caplog):
     caplog.set_level(logging.DEBUG)
     secret = StoreCipher(KEY)
     with KVStore(tmp_path, key=KEY) as store:
-        said = [repr(store), str(store.stats), repr(store._storage.disk), repr(secret), str(ask(model, store))]
+        texts = [repr(store), str(store.stats), repr(store._storage.disk), repr(secret), str(ask(model, store))]
         assert "encrypted" in repr(store)
         for thing in (store, secret, store._storage.disk.cipher.guard(secret.new_seal())):
             with pytest.raises(TypeError):
                 pickle.dumps(thing)
     with pytest.raises(ConfigError) as raised:
         KVStore(tmp_path, key=OTHER_KEY)
-    said += [str(raised.value), caplog.text]
+    texts += [str(raised.value), caplog.text]
     for key in (KEY, OTHER_KEY):
-        assert not [text for text in said if repr(key)[2:-1] in text or key.hex() in text]
+        assert not [text for text in texts if repr(key)[2:-1] in text or key.hex() in text]
     assert "encrypted" not in repr(KVStore(tmp_path / "plain"))
 
 
@@ -239,10 +239,10 @@ with KVStore(sys.argv[1], key=KEY) as store:
 
 
 def test_another_process_restores_it(root):
-    done = processes.run(
+    process = processes.run(
         [sys.executable, "-c", ANOTHER_PROCESS, str(root)], capture_output=True, text=True, timeout=240
     )
-    assert done.stdout.strip() == "96", done.stderr
+    assert process.stdout.strip() == "96", process.stderr
 
 
 @pytest.mark.parametrize(
@@ -311,8 +311,8 @@ def test_any_blocks_of_any_geometry_are_read_as_they_were_written(tmp_path_facto
         memory = aligned_bytes(count * reader.shape.block_groups[block_group].block_bytes).view(count, -1)
         reader.read(block_group, [(first, memory)]).result()
         assert torch.equal(memory, block_groups[block_group][first : first + count])
-    for found, block_group in zip(read_back(store, header.id), block_groups, strict=True):
-        assert torch.equal(found, block_group)
+    for read_blocks, block_group in zip(read_back(store, header.id), block_groups, strict=True):
+        assert torch.equal(read_blocks, block_group)
     store.close()
 
 
@@ -321,8 +321,8 @@ def test_large_block_groups_are_encrypted_in_pieces(tmp_path, monkeypatch):
     store = open_store(tmp_path, cipher=StoreCipher(KEY))
     header, chain, block_groups = segment(hashes(7))
     assert store.publish(header, chain, block_groups)
-    for found, block_group in zip(read_back(store, header.id), block_groups, strict=True):
-        assert torch.equal(found, block_group)
+    for read_blocks, block_group in zip(read_back(store, header.id), block_groups, strict=True):
+        assert torch.equal(read_blocks, block_group)
     store.close()
 
 
@@ -362,7 +362,7 @@ def recovered(root, model, cipher):
     with torch.no_grad():
         normed = inner.layers[0].input_layernorm(inner.embed_tokens.weight)
         table = inner.layers[0].self_attn.v_proj(normed)  # [vocabulary, heads * dim]
-    engine, found = PosixEngine(), []
+    engine, token_ids = PosixEngine(), []
     for path in files(root):
         head = read_file(path, cipher)
         shape = head.header.shape
@@ -373,20 +373,20 @@ def recovered(root, model, cipher):
             assert head.guard.open(0, blocks, head.digests[0]) is None
         (part,) = [part for part in block_group.parts if part.layer == 0 and part.tensor == "value"]
         values = shape.unpack(blocks, block_group, part).transpose(0, 1).flatten(1)  # [tokens, heads * dim]
-        found.append(torch.cdist(values.nan_to_num(), table).argmin(1))
+        token_ids.append(torch.cdist(values.nan_to_num(), table).argmin(1))
     engine.close()
-    return found
+    return token_ids
 
 
 def test_who_has_the_model_reads_tokens_out_of_a_salted_store_but_not_out_of_an_encrypted_one(tmp_path, model):
     fill(tmp_path / "salted", model, (IDS[0],), salt="a long secret of letters")
     fill(tmp_path / "encrypted", model, (IDS[0],), key=KEY)
-    (told,) = recovered(tmp_path / "salted", model, None)
-    assert torch.equal(told, IDS[0, :96])
-    (told,) = recovered(tmp_path / "encrypted", model, StoreCipher(KEY))
-    assert torch.equal(told, IDS[0, :96])  # so the key is what it takes
-    (told,) = recovered(tmp_path / "encrypted", model, None)
-    assert (told == IDS[0, :96]).sum() < 8
+    (token_ids,) = recovered(tmp_path / "salted", model, None)
+    assert torch.equal(token_ids, IDS[0, :96])
+    (token_ids,) = recovered(tmp_path / "encrypted", model, StoreCipher(KEY))
+    assert torch.equal(token_ids, IDS[0, :96])  # so the key is what it takes
+    (token_ids,) = recovered(tmp_path / "encrypted", model, None)
+    assert (token_ids == IDS[0, :96]).sum() < 8
 
 
 def test_prefix_hashes_say_nothing_without_the_key_and_both_secrets_count(tmp_path):
@@ -470,8 +470,8 @@ def test_two_keys_in_one_folder(root, model):
     with KVStore(root, key=KEY) as first:
         first._storage.disk._keys.clear()
     shutil.copytree(root, root.parent / "both")
-    with KVStore(root.parent / "mine", key=OTHER_KEY) as mine:
-        ask(model, mine)
+    with KVStore(root.parent / "mine", key=OTHER_KEY) as other_store:
+        ask(model, other_store)
     for path in files(root.parent / "mine"):
         shutil.copy(path, root.parent / "both" / "segments")
     for key in (KEY, OTHER_KEY):
@@ -523,16 +523,16 @@ def reseal(data, change=lambda page: None):
             section[2] = xxh3(bytes(data[section[0] : section[0] + section[1]]))
     text = json.dumps(page, separators=(",", ":")).encode()
     tag = bytes(data[HEADER_BYTES - TAG_BYTES : HEADER_BYTES])
-    made = bytearray(PREFIX.pack(MAGIC, version, len(text), 0) + text).ljust(HEADER_BYTES, b"\0")
-    made[HEADER_BYTES - TAG_BYTES :] = tag
-    struct.pack_into("<Q", made, PREFIX.size - 8, xxh3(bytes(made)))
-    return bytes(made) + bytes(data[HEADER_BYTES:])
+    header = bytearray(PREFIX.pack(MAGIC, version, len(text), 0) + text).ljust(HEADER_BYTES, b"\0")
+    header[HEADER_BYTES - TAG_BYTES :] = tag
+    struct.pack_into("<Q", header, PREFIX.size - 8, xxh3(bytes(header)))
+    return bytes(header) + bytes(data[HEADER_BYTES:])
 
 
 def section(data, name):
     header, _ = decode_header(bytes(data[:HEADER_BYTES]))
-    one = getattr(header, name)
-    return slice(one.offset, one.offset + one.nbytes)
+    extent = getattr(header, name)
+    return slice(extent.offset, extent.offset + extent.nbytes)
 
 
 def block_of(data, number):
@@ -570,15 +570,15 @@ def whole(data, of):
     """Give `data` the header and chain of the file `of`, with its own blocks and salt."""
     data = bytearray(data)
     data[section(data, "chain")] = of[section(of, "chain")]
-    theirs = json.loads(of[PREFIX.size : PREFIX.size + PREFIX.unpack_from(of)[2]])
-    return reseal(data, lambda page: page.update({name: theirs[name] for name in IDENTITY}))
+    other_page = json.loads(of[PREFIX.size : PREFIX.size + PREFIX.unpack_from(of)[2]])
+    return reseal(data, lambda page: page.update({name: other_page[name] for name in IDENTITY}))
 
 
 def with_cipher(data, of):
     """Return a plain file that claims to be encrypted like `of`."""
     data = bytearray(data)
-    theirs = json.loads(of[PREFIX.size : PREFIX.size + PREFIX.unpack_from(of)[2]])
-    return reseal(data, lambda page: page.update(cipher=theirs["cipher"]))
+    other_page = json.loads(of[PREFIX.size : PREFIX.size + PREFIX.unpack_from(of)[2]])
+    return reseal(data, lambda page: page.update(cipher=other_page["cipher"]))
 
 
 FORGERIES = [
@@ -607,24 +607,24 @@ def forge(root, base, kind, draw):
     """Apply one forgery of an attacker who may write everything, and knows everything but the key."""
     paths = files(root)
     number = draw(st.integers(0, 1))
-    mine, other = paths[number], paths[1 - number]
-    a, b = bytearray(mine.read_bytes()), bytearray(other.read_bytes())
+    path, other_path = paths[number], paths[1 - number]
+    a, b = bytearray(path.read_bytes()), bytearray(other_path.read_bytes())
     if kind.startswith("any byte"):
         checked = "right" in kind
         at = draw(st.integers(HEADER_BYTES if checked else 0, len(a) - 1))
         a[at] ^= draw(st.integers(1, 255))
-        mine.write_bytes(reseal(a) if checked else a)
+        path.write_bytes(reseal(a) if checked else a)
     elif kind == "any value of the header":
 
         def change(page):
             way = draw(st.sampled_from([way for way in places(page) if way[0] not in ("sections", "layout")]))
-            theirs = json.loads(b[PREFIX.size : PREFIX.size + PREFIX.unpack_from(b)[2]])
+            other_holder = json.loads(b[PREFIX.size : PREFIX.size + PREFIX.unpack_from(b)[2]])
             holder = page
             for name in way[:-1]:
-                holder, theirs = holder[name], theirs[name]
-            holder[way[-1]] = draw(st.sampled_from([theirs[way[-1]], *ODD]))
+                holder, other_holder = holder[name], other_holder[name]
+            holder[way[-1]] = draw(st.sampled_from([other_holder[way[-1]], *ODD]))
 
-        mine.write_bytes(reseal(a, change))
+        path.write_bytes(reseal(a, change))
     elif kind.startswith("blocks swapped"):
         target = a if "within" in kind else b
         (first, first_digest), (second, second_digest) = (
@@ -636,32 +636,32 @@ def forge(root, base, kind, draw):
         a[first], target[second] = target[second], a[first]
         if "digests" in kind:
             a[first_digest], target[second_digest] = target[second_digest], a[first_digest]
-        mine.write_bytes(reseal(a))
-        other.write_bytes(reseal(b))
+        path.write_bytes(reseal(a))
+        other_path.write_bytes(reseal(b))
     elif kind == "tables of another":
         name = draw(st.sampled_from(["chain", "digests"]))
         a[section(a, name)] = b[section(b, name)]
-        mine.write_bytes(reseal(a))
+        path.write_bytes(reseal(a))
     elif kind == "head of another":
         start = section(a, "blocks").start
-        mine.write_bytes(a[:start] + b[start:])
+        path.write_bytes(a[:start] + b[start:])
     elif kind == "the other under this name":
-        mine.write_bytes(b)
+        path.write_bytes(b)
     elif kind == "the other called this":
-        mine.write_bytes(whole(b, a))
+        path.write_bytes(whole(b, a))
     elif kind == "salt of another":
-        theirs = json.loads(b[PREFIX.size : PREFIX.size + PREFIX.unpack_from(b)[2]])
-        mine.write_bytes(reseal(a, lambda page: page.update(cipher=theirs["cipher"])))
+        other_page = json.loads(b[PREFIX.size : PREFIX.size + PREFIX.unpack_from(b)[2]])
+        path.write_bytes(reseal(a, lambda page: page.update(cipher=other_page["cipher"])))
     elif kind in ("the other's row", "a row's chain"):
         with sqlite3.connect(root / "catalogue.sqlite") as db:
             columns = "first, chain, position, tokens, provenance, fingerprint, key, usable_links"
             if kind == "a row's chain":
                 columns = "first, chain"
             query = f"UPDATE segments SET ({columns}) = (SELECT {columns} FROM segments WHERE id = ?) WHERE id = ?"
-            db.execute(query, (other.stem, mine.stem))
+            db.execute(query, (other_path.stem, path.stem))
             if draw(st.booleans()):
-                db.execute("DELETE FROM segments WHERE id = ?", (other.stem,))
-                other.unlink()
+                db.execute("DELETE FROM segments WHERE id = ?", (other_path.stem,))
+                other_path.unlink()
         db.close()
         return
     else:
@@ -669,7 +669,7 @@ def forge(root, base, kind, draw):
         data = foreign.read_bytes()
         if kind.endswith("called encrypted") or kind.endswith("called ours"):
             data = with_cipher(data, a)
-        mine.write_bytes(whole(data, a))
+        path.write_bytes(whole(data, a))
     if draw(st.booleans()):
         without_catalogue(root)
 
@@ -693,8 +693,8 @@ def test_no_forgery_is_served(tmp_path_factory, model, forgery, kind, data):
         with store:
             for name, ids in (("first", IDS), ("second", OTHER)):
                 cache = TieredCache(model, store, record=False)
-                ours = model.generate(ids, past_key_values=cache, **GREEDY)
-                for x, y in zip(ours.logits, expected[name], strict=True):
+                output = model.generate(ids, past_key_values=cache, **GREEDY)
+                for x, y in zip(output.logits, expected[name], strict=True):
                     torch.testing.assert_close(x, y, rtol=0, atol=1e-4)
     shutil.rmtree(root.parent)
 
@@ -712,8 +712,8 @@ def test_a_row_that_says_what_its_file_does_not_is_set_right(root, model):
         db.close()
         second.unlink()
         with KVStore(path, **options) as store:
-            for found in (0, 96):
-                assert sum(ask(model, store, ids, record=False).tokens_restored for ids in (IDS, OTHER)) == found
+            for tokens in (0, 96):
+                assert sum(ask(model, store, ids, record=False).tokens_restored for ids in (IDS, OTHER)) == tokens
             assert store.stats.catalogue_errors == 1
             assert first.exists()
 
@@ -731,7 +731,7 @@ def key_file(tmp_path):
 def test_what_reads_no_kv_needs_no_key(root, run, key_file):
     status, out, _ = run("ls", root)
     assert (status, out.count("encrypted")) == (0, 2)
-    assert [one["encrypted"] for one in json.loads(run("ls", root, "--json")[1])] == [True, True]
+    assert [row["encrypted"] for row in json.loads(run("ls", root, "--json")[1])] == [True, True]
     assert json.loads(run("stat", root, "--json")[1])["encrypted"] == 2
     name = files(root)[0].stem
     assert f"aes-256-gcm, key {StoreCipher(KEY).key_id}" in run("stat", root, name[:12])[1]
@@ -778,7 +778,7 @@ def test_commands_that_store_take_the_key(run, tmp_path, model, key_file, monkey
         return add(self, rows, *more)
 
     monkeypatch.setattr(Catalogue, "add", noting)
-    asked = ("--passages", 2, "--tokens", 32, "--repeats", 1, "--json", "--key-file", key_file)
-    status, _, err = run("calibrate", tmp_path / "calibrated", "--model", tmp_path / "model", *asked)
+    arguments = ("--passages", 2, "--tokens", 32, "--repeats", 1, "--json", "--key-file", key_file)
+    status, _, err = run("calibrate", tmp_path / "calibrated", "--model", tmp_path / "model", *arguments)
     assert status == 0, err
     assert keys == {StoreCipher(KEY).key_id}

@@ -45,11 +45,11 @@ def pages(tmp_path):
 def engine(request, monkeypatch):
     if request.param.startswith("kvikio"):
         fake_kvikio.install(monkeypatch, gds="GDS" in request.param, device="GDS" in request.param)
-        made = open_engine("kvikio")
+        io_engine = open_engine("kvikio")
     else:
-        made = open_engine(request.param)
-    yield made
-    made.close()
+        io_engine = open_engine(request.param)
+    yield io_engine
+    io_engine.close()
 
 
 def numbers_in(memory: torch.Tensor) -> list[int]:
@@ -60,11 +60,11 @@ runs = st.lists(st.tuples(st.integers(0, PAGES - 1), st.integers(1, 300)), max_s
 
 
 @given(runs)
-def test_a_plan_covers_every_byte_once_and_keeps_its_bounds(asked):
+def test_a_plan_covers_every_byte_once_and_keeps_its_bounds(page_runs):
     files = [EngineFile(), EngineFile()]
     ops = [
         ReadOp(files[i % 2], first * ALIGNMENT, torch.empty(count * ALIGNMENT, dtype=torch.uint8))
-        for i, (first, count) in enumerate(asked)
+        for i, (first, count) in enumerate(page_runs)
     ]
     calls = coalesce(ops)
     covered: dict[int, tuple[EngineFile, int]] = {}
@@ -83,12 +83,12 @@ def test_a_plan_covers_every_byte_once_and_keeps_its_bounds(asked):
                     covered[address] = (call.file, offset + byte)
                 offset += piece.numel()
         assert offset == call.offset + call.nbytes
-    wanted = {
+    expected = {
         op.dest.data_ptr() + byte: (op.file, op.offset + byte)
         for op in ops
         for byte in range(0, op.dest.numel(), ALIGNMENT)
     }
-    assert covered == wanted
+    assert covered == expected
 
 
 def test_neighbours_become_one_call_and_small_gaps_are_read_through():
@@ -103,18 +103,18 @@ def test_neighbours_become_one_call_and_small_gaps_are_read_through():
     assert [call.nbytes for call in far] == [ALIGNMENT, ALIGNMENT]
 
 
-@given(asked=runs)
-def test_posix_brings_what_was_asked_for(tmp_path_factory, asked):
+@given(page_runs=runs)
+def test_posix_brings_what_was_asked_for(tmp_path_factory, page_runs):
     path = tmp_path_factory.getbasetemp() / "numbered"
     if not path.exists():
         path.write_bytes(np.repeat(np.arange(PAGES, dtype=np.uint16), ALIGNMENT // 2).tobytes())
     engine = PosixEngine(threads=3)
     file = engine.open(str(path))
-    asked = [(first, min(count, PAGES - first)) for first, count in asked]
-    memory = [aligned_bytes(count * ALIGNMENT) for _, count in asked]
-    ops = [ReadOp(file, first * ALIGNMENT, m) for (first, _), m in zip(asked, memory, strict=True)]
+    page_runs = [(first, min(count, PAGES - first)) for first, count in page_runs]
+    memory = [aligned_bytes(count * ALIGNMENT) for _, count in page_runs]
+    ops = [ReadOp(file, first * ALIGNMENT, m) for (first, _), m in zip(page_runs, memory, strict=True)]
     nbytes = engine.submit(ops).result(timeout=60)
-    for (first, count), m in zip(asked, memory, strict=True):
+    for (first, count), m in zip(page_runs, memory, strict=True):
         assert numbers_in(m) == list(range(first, first + count))
     assert nbytes >= sum(m.numel() for m in memory)
     engine.close()
@@ -240,8 +240,8 @@ def test_a_file_system_without_direct_io_is_read_through_the_page_cache(pages, m
 @pytest.mark.parametrize("refusal", [errno.EINVAL, errno.EFAULT, errno.EOPNOTSUPP])
 def test_a_file_that_refuses_direct_reads_is_read_through_the_page_cache(pages, tmp_path, monkeypatch, refusal):
     """Some file systems refuse without notice. Other files are still read directly."""
-    other = tmp_path / "other"
-    other.write_bytes(b"\7" * ALIGNMENT)
+    other_path = tmp_path / "other"
+    other_path.write_bytes(b"\7" * ALIGNMENT)
     real, refused = os.preadv, []
 
     def preadv(fd, buffers, offset):
@@ -251,7 +251,7 @@ def test_a_file_that_refuses_direct_reads_is_read_through_the_page_cache(pages, 
         return real(fd, buffers, offset)
 
     engine = PosixEngine(threads=2)
-    file, second = engine.open(pages), engine.open(str(other))
+    file, second = engine.open(pages), engine.open(str(other_path))
     if not (file.direct and second.direct):
         pytest.skip("no direct I/O here")
     os.unlink(pages)  # what is open is read on
@@ -298,10 +298,10 @@ def test_kvikio_with_gds_reads_device_memory_and_leaves_the_mode_alone(monkeypat
     assert kvikio.opened_under[0]["compat_mode"] is fake_kvikio.CompatMode.AUTO
 
 
-@pytest.mark.parametrize(("gds", "taken"), [(True, "kvikio"), (False, "posix")])
-def test_auto_takes_kvikio_where_gpudirect_is_and_posix_elsewhere(monkeypatch, gds, taken):
+@pytest.mark.parametrize(("gds", "engine_name"), [(True, "kvikio"), (False, "posix")])
+def test_auto_takes_kvikio_where_gpudirect_is_and_posix_elsewhere(monkeypatch, gds, engine_name):
     kvikio = fake_kvikio.install(monkeypatch, gds=gds)
-    assert open_engine("auto").name == taken
+    assert open_engine("auto").name == engine_name
     assert open_engine("kvikio").reads_device is gds
     assert kvikio.settings["num_threads"] == 8
 
@@ -329,9 +329,9 @@ def test_reads_are_asynchronous_by_a_configuration_that_is_named_before_kvikio_i
     monkeypatch.setattr(
         kvikio_module, "_import_kvikio", lambda: named.append(os.environ.get("CUFILE_ENV_PATH_JSON")) or import_kvikio()
     )
-    said = open_engine("kvikio").describe()
-    assert said.startswith("kvikio (GPUDirect Storage, ")
-    assert ("synchronous" in said) == (user == "missing.json" and not system)
+    description = open_engine("kvikio").describe()
+    assert description.startswith("kvikio (GPUDirect Storage, ")
+    assert ("synchronous" in description) == (user == "missing.json" and not system)
     if user is None and not system:
         assert isinstance(json.loads(Path(named[0]).read_text()), dict)
     else:
@@ -419,12 +419,12 @@ def test_a_kvikio_batch_that_fails_is_resolved_only_when_nothing_writes_any_more
         future.result(timeout=10)
     assert not running
     assert caught.value.filename == pages
-    begun = kvikio.CuFile._start
+    start_read = kvikio.CuFile._start
 
     def start(self, array, offset):
         if offset == 0:
             raise RuntimeError("planted too")
-        return begun(self, array, offset)
+        return start_read(self, array, offset)
 
     monkeypatch.setattr(kvikio.CuFile, "_start", start)
     with pytest.raises(OSError, match="planted too"):
@@ -497,13 +497,13 @@ def test_slabs_are_registered_once_and_deregistered_when_they_go(monkeypatch, pa
 
 
 def test_stores_that_are_opened_again_share_the_streams_of_reads(monkeypatch):
-    made = []
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: made.append(device) or object())
+    devices = []
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: devices.append(device) or object())
     kvikio_module._lane.cache_clear()
     for _ in range(5):
         for number in range(8):
             kvikio_module._lane(torch.device("cuda", 0), number)
-    assert len(made) == 8
+    assert len(devices) == 8
     kvikio_module._lane.cache_clear()
 
 
@@ -528,18 +528,18 @@ def asking(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("body", "there"),
+    ("body", "has_gpudirect"),
     [
         ("get = {'is_gds_available': True}.get", True),
         ("get = {'is_gds_available': False}.get", False),
         ("raise RuntimeError('no libcufile')", False),
     ],
 )
-def test_gpudirect_is_asked_for_in_another_process_and_once(asking, monkeypatch, body, there):
-    assert asking(body) is there
+def test_gpudirect_is_asked_for_in_another_process_and_once(asking, monkeypatch, body, has_gpudirect):
+    assert asking(body) is has_gpudirect
     assert "kvikio" not in sys.modules
     monkeypatch.setattr(subprocess, "Popen", None)
-    assert kvikio_module.has_gpudirect() is there  # once a process
+    assert kvikio_module.has_gpudirect() is has_gpudirect  # once a process
 
 
 def test_a_driver_that_hangs_keeps_nobody(asking, monkeypatch, caplog):

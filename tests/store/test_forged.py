@@ -59,12 +59,12 @@ def forge_section(path, name, data):
     forge(path, page)
 
 
-def places(data, found=()):
+def places(data, prefix=()):
     """Yield the path to every value."""
     items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
     for key, value in items:
-        yield (*found, key)
-        yield from places(value, (*found, key))
+        yield (*prefix, key)
+        yield from places(value, (*prefix, key))
 
 
 def put_value(page, way, value):
@@ -75,11 +75,11 @@ def put_value(page, way, value):
     holder[way[-1]] = copy.deepcopy(value)
 
 
-def open_forged(root, name, whole, put):
-    """Open a store after `put` changed the header page, a dict, of its only segment, whose file was `whole`."""
+def open_forged(root, name, content, change):
+    """Open a store after `change` changed the header page, a dict, of its only segment, a file of `content`."""
     path = root / "segments" / f"{name}.kv"
-    path.write_bytes(whole)
-    put(page := page_of(path))
+    path.write_bytes(content)
+    change(page := page_of(path))
     forge(path, page)
     without_catalogue(root)
     return open_store(root)
@@ -97,9 +97,9 @@ def made(tmp_path_factory):
     store = open_store(tmp_path_factory.mktemp("forged"))
     header, chain, blocks = segment(hashes(4), model={"name": "small"}, label="a text")
     assert store.publish(header, chain, blocks)
-    whole = store.path(header.id).read_bytes()
+    content = store.path(header.id).read_bytes()
     store.close()
-    return store.backend.root, header.id, whole
+    return store.backend.root, header.id, content
 
 
 @settings(max_examples=settings.default.max_examples // 2)
@@ -109,9 +109,9 @@ def test_any_value_anywhere_in_a_header_is_a_counted_miss(made, data):
         for _ in range(data.draw(st.integers(1, 2))):
             put_value(page, data.draw(st.sampled_from(list(places(page)))), data.draw(st.sampled_from(ODD)))
 
-    root, name, whole = made
+    root, name, content = made
     started = time.monotonic()
-    store = open_forged(root, name, whole, put)
+    store = open_forged(root, name, content, put)
     rows = store.find(hashes(4))
     if rows:
         with suppress(IntegrityError):  # cut otherwise into as many bytes, blocks fail their checksums: a miss, too
@@ -125,9 +125,9 @@ def test_any_value_anywhere_in_a_header_is_a_counted_miss(made, data):
 
 def test_a_text_in_place_of_the_geometry_is_damage(made):
     """Parsed letter by letter, its seventh would be a codec of a newer version."""
-    root, name, whole = made
+    root, name, content = made
     path = root / "segments" / f"{name}.kv"
-    path.write_bytes(whole)
+    path.write_bytes(content)
     forge(path, page_of(path) | {"geometry": "float32"})
     with pytest.raises(FormatError, match="geometry") as caught:
         read_file(path)

@@ -56,13 +56,13 @@ def copied_files(monkeypatch):
         os.close(descriptor)
 
 
-def held(what, folder):
+def held(lock_kind, folder):
     """Take a lock by itself, for a temporary file or as the owner of a conversation. Return what releases it."""
-    if what == "owner":
+    if lock_kind == "owner":
         owner = Ownership("alice-42", StoreRoot(folder))
         owner.take(over=False)
         return owner.release
-    if what == "store":
+    if lock_kind == "store":
         lock = StoreRoot(folder).locked(LOCK, "lock", 1)
     else:
         lock = open_store(folder).reserved("0" * 32, 100_000)
@@ -70,12 +70,12 @@ def held(what, folder):
     return lambda: lock.__exit__(None, None, None)
 
 
-def is_free(what, folder):
+def is_free(lock_kind, folder):
     """Return whether another user of the folder gets the lock."""
-    if what == "temporary":
+    if lock_kind == "temporary":
         open_store(folder).clean_up()
         return not os.listdir(folder / "tmp")
-    lock = StoreRoot(folder).lock(*((LOCK, "lock") if what == "store" else OWNERS_LOCK))
+    lock = StoreRoot(folder).lock(*((LOCK, "lock") if lock_kind == "store" else OWNERS_LOCK))
     if lock is not None:
         lock.close()
     return lock is not None
@@ -84,41 +84,41 @@ def is_free(what, folder):
 WHATS = ["store", "temporary", "owner"]
 
 
-@pytest.mark.parametrize("what", WHATS)
-def test_a_lock_that_is_released_is_free_though_a_child_was_forked_meanwhile(tmp_path, what):
-    release = held(what, tmp_path)
+@pytest.mark.parametrize("lock_kind", WHATS)
+def test_a_lock_that_is_released_is_free_though_a_child_was_forked_meanwhile(tmp_path, lock_kind):
+    release = held(lock_kind, tmp_path)
     with idle_child():
-        assert not is_free(what, tmp_path)
+        assert not is_free(lock_kind, tmp_path)
         release()
-        assert is_free(what, tmp_path)
+        assert is_free(lock_kind, tmp_path)
 
 
-@pytest.mark.parametrize("what", WHATS)
-def test_a_lock_that_is_released_is_free_though_a_child_has_not_closed_its_copy(tmp_path, what, monkeypatch):
+@pytest.mark.parametrize("lock_kind", WHATS)
+def test_a_lock_that_is_released_is_free_though_a_child_has_not_closed_its_copy(tmp_path, lock_kind, monkeypatch):
     with copied_files(monkeypatch):
-        release = held(what, tmp_path)
-        assert not is_free(what, tmp_path)
+        release = held(lock_kind, tmp_path)
+        assert not is_free(lock_kind, tmp_path)
         release()
-        assert is_free(what, tmp_path)
+        assert is_free(lock_kind, tmp_path)
 
 
-@pytest.mark.parametrize("what", WHATS)
-def test_the_locks_of_a_killed_process_are_free_though_its_child_lives(tmp_path, what):
+@pytest.mark.parametrize("lock_kind", WHATS)
+def test_the_locks_of_a_killed_process_are_free_though_its_child_lives(tmp_path, lock_kind):
     StoreRoot(tmp_path).close()
     reading, writing = os.pipe()
     holder = os.fork()
     if not holder:
-        release = held(what, tmp_path)  # noqa: F841  # not collected
+        release = held(lock_kind, tmp_path)  # noqa: F841  # not collected
         if not os.fork():
             os.write(writing, str(os.getpid()).encode())
         signal.pause()
         os._exit(0)
     child = int(os.read(reading, 20))
     try:
-        assert not is_free(what, tmp_path)
+        assert not is_free(lock_kind, tmp_path)
         os.kill(holder, signal.SIGKILL)
         os.waitpid(holder, 0)
-        assert is_free(what, tmp_path)
+        assert is_free(lock_kind, tmp_path)
     finally:
         os.kill(child, signal.SIGKILL)
         os.close(reading)

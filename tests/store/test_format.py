@@ -42,14 +42,14 @@ def test_what_is_written_is_read(tmp_path_factory, count, chunk, heads, split):
     geometry = Geometry(chunk, 2, heads, split)
     header, chain, blocks = segment(hashes(count), geometry=geometry)
     assert store.publish(header, chain, blocks)
-    found, table, digests, nbytes, *_ = read_file(store.path(header.id))
-    assert found.shape == header.shape
-    assert (found.id, found.fingerprint, found.parent, found.position) == (header.id, "model", header.parent, 0)
+    result, table, digests, nbytes, *_ = read_file(store.path(header.id))
+    assert result.shape == header.shape
+    assert (result.id, result.fingerprint, result.parent, result.position) == (header.id, "model", header.parent, 0)
     assert table == b"".join(chain)
     assert [len(table) for table in digests] == [len(table) for table in blocks]
-    assert nbytes >= found.file_bytes
-    for written, read in zip(blocks, read_back(store, header.id), strict=True):
-        assert torch.equal(written, read)
+    assert nbytes >= result.file_bytes
+    for written_blocks, read_blocks in zip(blocks, read_back(store, header.id), strict=True):
+        assert torch.equal(written_blocks, read_blocks)
 
 
 FORMAT_10 = {
@@ -71,19 +71,19 @@ def test_files_of_format_10_stay_what_they_are_byte_for_byte(tmp_path, geometry,
     shape, chain, parent = SegmentShape(layout, geometry, 64, tables), hashes(4), b"\0" * 16
     name = segment_id(parent, chain[-1], shape, "exact")
     header = SegmentHeader(name, "f" * 32, shape, parent, position=0, created=1.0)
-    blocks, put = [], {}
+    blocks, kv = [], {}
     for block_group in shape.block_groups:
         blocks.append(torch.zeros(shape.chunks_in(block_group), block_group.block_bytes, dtype=torch.uint8))
         for part in block_group.parts:
-            put[part] = torch.arange(part.heads * 64 * part.dim).view(part.heads, 64, part.dim).bfloat16() + part.layer
-            shape.pack(blocks[-1], block_group, part, put[part])
+            kv[part] = torch.arange(part.heads * 64 * part.dim).view(part.heads, 64, part.dim).bfloat16() + part.layer
+            shape.pack(blocks[-1], block_group, part, kv[part])
     store = open_store(tmp_path)
     assert store.publish(header, chain, blocks)
-    written = hashlib.sha256(store.path(name).read_bytes()).hexdigest()
-    assert written.startswith(FORMAT_10[geometry][is_reordered])
-    read = store.reader(name).shape
-    for block_group, memory in zip(read.block_groups, read_back(store, name), strict=True):
-        assert all(torch.equal(read.unpack(memory, block_group, part), put[part]) for part in block_group.parts)
+    digest = hashlib.sha256(store.path(name).read_bytes()).hexdigest()
+    assert digest.startswith(FORMAT_10[geometry][is_reordered])
+    read_shape = store.reader(name).shape
+    for block_group, memory in zip(read_shape.block_groups, read_back(store, name), strict=True):
+        assert all(torch.equal(read_shape.unpack(memory, block_group, part), kv[part]) for part in block_group.parts)
 
 
 def test_files_are_their_owners_alone(tmp_path):
@@ -156,14 +156,14 @@ def test_a_flipped_bit_is_seen_wherever_it_is(tmp_path, region, bit):
         read_back(store, header.id)
 
 
-@pytest.mark.parametrize("cut", [0, 100, 4096, 8000, -1, -4096])
-def test_a_file_cut_short_is_seen(tmp_path, cut):
+@pytest.mark.parametrize("end", [0, 100, 4096, 8000, -1, -4096])
+def test_a_file_cut_short_is_seen(tmp_path, end):
     store = open_store(tmp_path)
     header, chain, blocks = segment(hashes(4))
     store.publish(header, chain, blocks)
     path = store.path(header.id)
     data = path.read_bytes()
-    path.write_bytes(data[:cut])
+    path.write_bytes(data[:end])
     with pytest.raises(FormatError):
         read_file(path)
 
@@ -209,8 +209,8 @@ def test_the_header_names_the_model_and_the_text(tmp_path):
     store = open_store(tmp_path)
     header, chain, blocks = segment(hashes(2), model=MODEL, label="Jahresbericht 二〇二五")
     store.publish(header, chain, blocks)
-    found, *_ = read_file(store.path(header.id))
-    assert (found.model, found.label) == (MODEL, "Jahresbericht 二〇二五")
+    decoded_header, *_ = read_file(store.path(header.id))
+    assert (decoded_header.model, decoded_header.label) == (MODEL, "Jahresbericht 二〇二五")
 
 
 def test_a_header_without_names_is_read_and_says_nothing_of_them(tmp_path):
@@ -220,8 +220,8 @@ def test_a_header_without_names_is_read_and_says_nothing_of_them(tmp_path):
     page = store.path(header.id).read_bytes()[:4096]
     assert b'"model":' not in page
     assert b'"label":' not in page
-    found, _ = decode_header(page)
-    assert (found.model, found.label) == ({}, "")
+    decoded_header, _ = decode_header(page)
+    assert (decoded_header.model, decoded_header.label) == ({}, "")
 
 
 @given(st.text(max_size=9000), st.dictionaries(st.text(min_size=1, max_size=300), st.text(max_size=3000), max_size=20))
@@ -229,11 +229,11 @@ def test_names_too_long_for_the_page_are_cut(label, model):
     header, chain, blocks = segment(hashes(2), model=model, label=label)
     laid = lay_out(header, 2)
     head = encode_head(laid, chain, np.concatenate([block_digests(b) for b in blocks]), Guard())
-    found, _ = decode_header(head[:4096])
+    decoded_header, _ = decode_header(head[:4096])
     readable = label.encode(errors="replace").decode()
-    assert readable.startswith(found.label)
-    assert found.label == readable or len(head[24:4096].rstrip(b"\0")) > 1500  # cut for want of room only
-    assert (found.id, found.shape) == (header.id, header.shape)
+    assert readable.startswith(decoded_header.label)
+    assert decoded_header.label == readable or len(head[24:4096].rstrip(b"\0")) > 1500  # cut for want of room only
+    assert (decoded_header.id, decoded_header.shape) == (header.id, header.shape)
 
 
 @given(st.integers(0, 511), st.integers(0, 63), st.integers(1, 4))

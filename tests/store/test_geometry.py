@@ -41,28 +41,28 @@ geometries = st.builds(
 
 @given(layouts, geometries)
 def test_every_head_lies_in_exactly_one_block_group(layout, geometry):
-    seen = [
+    group_heads = [
         (part.layer, part.tensor, part.first_head + head)
         for block_group in block_groups(layout, geometry)
         for part in block_group.parts
         for head in range(part.heads)
     ]
-    wanted = [
+    expected = [
         (index, tensor, head)
         for index, layer in enumerate(layout.layers)
         if layer is not None
         for tensor in ("key", "value")
         for head in range(layer.heads(tensor))
     ]
-    assert sorted(seen) == sorted(wanted)
+    assert sorted(group_heads) == sorted(expected)
 
 
 @given(layouts, geometries)
 def test_block_groups_are_aligned_separate_windows_and_come_in_the_order_of_layers(layout, geometry):
-    made = block_groups(layout, geometry)
-    assert [block_group.index for block_group in made] == list(range(len(made)))
-    assert [block_group.layers[0] for block_group in made] == sorted(block_group.layers[0] for block_group in made)
-    for block_group in made:
+    groups = block_groups(layout, geometry)
+    assert [block_group.index for block_group in groups] == list(range(len(groups)))
+    assert [block_group.layers[0] for block_group in groups] == sorted(block_group.layers[0] for block_group in groups)
+    for block_group in groups:
         assert block_group.block_bytes % BLOCK_ALIGNMENT == 0
         assert 0 <= block_group.block_bytes - block_group.payload_bytes < BLOCK_ALIGNMENT
         assert {layout.layers[i].window for i in block_group.layers} == {block_group.window}

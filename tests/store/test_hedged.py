@@ -107,10 +107,10 @@ def test_no_read_is_requested_twice_before_some_were_measured(backend):
 
 
 def test_reads_that_are_closed_are_errors_of_the_store(backend, read):
-    held = backend._ranges.submit(lambda: time.sleep(0.3))
+    running_call = backend._ranges.submit(lambda: time.sleep(0.3))
     waiting = [backend._ranges.submit(lambda: time.sleep(0.3)) for _ in range(64)][-1]  # more than there are threads
     backend.close()
     for call in (waiting, read, lambda: read(look_up=True)):
         with pytest.raises(OSError, match="the store is closed"):
             call()
-    held()
+    running_call()

@@ -69,20 +69,20 @@ def model():
     return build("llama")
 
 
-def interrupted(action, when, where=(f"{os.sep}tiers{os.sep}",)):
+def interrupted(action, when, paths=(f"{os.sep}tiers{os.sep}",)):
     """Run `action`; at its `when`-th step within these files an interrupt comes. Returns whether it did."""
-    left = when
+    steps_left = when
 
     def trace(frame, event, argument):
-        nonlocal left
-        if not any(name in frame.f_code.co_filename for name in where):
+        nonlocal steps_left
+        if not any(name in frame.f_code.co_filename for name in paths):
             return None
         line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
         if event in ("call", "line") and not line.startswith(
             "with "
         ):  # the interpreter looks at signals at neither end
-            left -= 1
-            if left == 0:
+            steps_left -= 1
+            if steps_left == 0:
                 raise Interrupt
         return trace
 
@@ -121,8 +121,8 @@ def check_whole(residency, readers, blocks):
 
 @pytest.mark.parametrize("direct", [False, True])
 @settings(max_examples=4 * settings.default.max_examples)
-@given(when=st.integers(1, 400), host=st.integers(12, 60), device=st.sampled_from([0, 12, 30]), what=st.integers(0, 3))
-def test_an_interrupt_at_any_step_leaves_nothing_held(stored, when, host, device, what, direct):
+@given(when=st.integers(1, 400), host=st.integers(12, 60), device=st.sampled_from([0, 12, 30]), kind=st.integers(0, 3))
+def test_an_interrupt_at_any_step_leaves_nothing_held(stored, when, host, device, kind, direct):
     readers, blocks = stored
     kinds = frozenset({"cpu"}) if device else frozenset()
     residency = Residency(host * 4096, device * 4096, device_types=kinds, direct=direct)
@@ -135,11 +135,11 @@ def test_an_interrupt_at_any_step_leaves_nothing_held(stored, when, host, device
 
     def action():
         serve(first, 0)
-        if what == 1:
+        if kind == 1:
             residency.forget([first.id])
-        elif what == 2:
+        elif kind == 2:
             residency.clear()
-        elif what == 3:
+        elif kind == 3:
             residency.admit(second.owners[0], blocks[second.id, 0])
         serve(second, 0)
         serve(first, 1)
@@ -273,14 +273,14 @@ def test_memory_may_be_cleared_while_the_device_is_not_done_with_it(stored, monk
         lease = residency.fetch([BlockRequest(readers[0], 0, np.arange(CHUNKS))], CPU, StatsCollector())
         lease.wait()
         lease.release()
-    held = residency.fetch([BlockRequest(readers[1], 0, np.arange(CHUNKS))], CPU, StatsCollector())
-    held.wait()
+    second_lease = residency.fetch([BlockRequest(readers[1], 0, np.arange(CHUNKS))], CPU, StatsCollector())
+    second_lease.wait()
     residency.clear()
-    assert torch.equal(torch.cat([run for _, run in runs_of(held)]), blocks[readers[1].id, 0])
+    assert torch.equal(torch.cat([run for _, run in runs_of(second_lease)]), blocks[readers[1].id, 0])
     assert all(tier.allocated <= tier.budget for tier in residency.tiers)
     assert residency.segments() == set()
     pending.done = True
-    held.release()
+    second_lease.release()
     check_whole(residency, readers, blocks)
 
 
@@ -291,10 +291,10 @@ def test_a_fault_of_our_own_hides_no_segment(model, tmp_path, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(Residency, "_arrive", lambda *args: {}[0])
             cache = TieredCache(model, store)
-            found = model.generate(prompt(100), past_key_values=cache, **GREEDY)
+            output = model.generate(prompt(100), past_key_values=cache, **GREEDY)
             assert cache.stats.details.recomputed
         again = TieredCache(model, store)
-        assert torch.equal(model.generate(prompt(100), past_key_values=again, **GREEDY), found)
+        assert torch.equal(model.generate(prompt(100), past_key_values=again, **GREEDY), output)
         assert again.stats.tokens_restored == 96
 
 
@@ -307,16 +307,16 @@ def test_a_cache_whose_pass_was_interrupted_before_it_was_noted_goes_on_with_any
             with pytest.raises(KeyboardInterrupt):
                 model.generate(prompt(100), past_key_values=cache, **GREEDY)
         for seed in (1, 2):
-            found = model.generate(prompt(90, seed=seed), past_key_values=cache, **GREEDY)
-            assert torch.equal(found, model.generate(prompt(90, seed=seed), **GREEDY))
+            output = model.generate(prompt(90, seed=seed), past_key_values=cache, **GREEDY)
+            assert torch.equal(output, model.generate(prompt(90, seed=seed), **GREEDY))
 
 
 @given(when=st.integers(1, 160), method=st.sampled_from(["exact", "h2o:budget=0.5"]))
 def test_an_interrupt_on_the_way_into_or_out_of_a_pass_leaves_the_model_as_it_was(shared, when, method):
     model, store = shared
     cache, ids = TieredCache(model, store, method=method, record=False), prompt(100)
-    where = ("contextlib.py", f"{os.sep}scope.py")
-    if interrupted(lambda: model.generate(ids, past_key_values=cache, **GREEDY), when, where):
+    paths = ("contextlib.py", f"{os.sep}scope.py")
+    if interrupted(lambda: model.generate(ids, past_key_values=cache, **GREEDY), when, paths):
         assert current() is None
         assert not any(module._forward_pre_hooks for module in model.modules())
         assert torch.equal(model.generate(prompt(90, seed=7), **GREEDY), shared_answer(model))
@@ -364,8 +364,8 @@ def test_an_interrupt_while_kv_is_recorded_stores_nothing_wrong_and_fails_no_oth
         store._storage.seal()
         for _ in range(2):
             for ids, answer in zip(prompts, answers, strict=True):
-                for asked in (TieredCache(model, store), cache):
-                    assert torch.equal(model.generate(ids, past_key_values=asked, **GREEDY), answer)
+                for request_cache in (TieredCache(model, store), cache):
+                    assert torch.equal(model.generate(ids, past_key_values=request_cache, **GREEDY), answer)
 
 
 def test_caches_may_be_made_while_a_store_is_closed(tmp_path):
@@ -375,14 +375,14 @@ def test_caches_may_be_made_while_a_store_is_closed(tmp_path):
         def finish(self):
             return True
 
-    recorders, lock, done = weakref.WeakSet(), threading.RLock(), threading.Event()
+    recorders, lock, stop = weakref.WeakSet(), threading.RLock(), threading.Event()
 
     def register():
-        kept = []
-        while not done.is_set():
-            kept = [*kept[-50:], Idle()]
+        idle_recorders = []
+        while not stop.is_set():
+            idle_recorders = [*idle_recorders[-50:], Idle()]
             with lock:
-                recorders.add(kept[-1])
+                recorders.add(idle_recorders[-1])
 
     thread, interval = threading.Thread(target=register), sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
@@ -392,7 +392,7 @@ def test_caches_may_be_made_while_a_store_is_closed(tmp_path):
             assert _seal(recorders, lock)
     finally:
         sys.setswitchinterval(interval)
-        done.set()
+        stop.set()
         thread.join()
 
 
@@ -401,11 +401,11 @@ def descriptors(root):
     return [target for target in targets if target.startswith(str(root))]
 
 
-@pytest.mark.parametrize("where", ["store.index.Index.scan", "cache.storage.ScoreTable.load"])
-def test_an_interrupt_while_a_store_is_opened_leaves_nothing_open(tmp_path, monkeypatch, where):
+@pytest.mark.parametrize("target", ["store.index.Index.scan", "cache.storage.ScoreTable.load"])
+def test_an_interrupt_while_a_store_is_opened_leaves_nothing_open(tmp_path, monkeypatch, target):
     before = set(threading.enumerate())
     with monkeypatch.context() as patch:
-        patch.setattr(f"hf_tiered_cache.{where}", lambda *args: signal.raise_signal(signal.SIGINT))
+        patch.setattr(f"hf_tiered_cache.{target}", lambda *args: signal.raise_signal(signal.SIGINT))
         with pytest.raises(KeyboardInterrupt):
             KVStore(tmp_path)
     deadline = time.monotonic() + 10
@@ -525,31 +525,31 @@ def test_a_forked_child_leaves_at_once(model, tmp_path):
         store._storage.residency._lock,
         store._storage.disk.index.catalogue._lock,
     ]
-    held, leave = threading.Event(), threading.Event()
+    locks_held, leave = threading.Event(), threading.Event()
 
     def hold():
         for lock in locks:
             lock.acquire()
-        held.set()
+        locks_held.set()
         leave.wait()
         for lock in reversed(locks):
             lock.release()
 
     thread = threading.Thread(target=hold)
     thread.start()
-    held.wait()
+    locks_held.wait()
     child = os.fork()
     if child == 0:
         atexit._run_exitfuncs()  # as at the end of any program
         cache = store = None
         os._exit(0)
     deadline = time.monotonic() + 20
-    while not (done := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < deadline:
+    while not (pid_and_status := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < deadline:
         time.sleep(0.01)
-    if not done[0]:
+    if not pid_and_status[0]:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
     leave.set()
     thread.join()
     store.close()
-    assert done[0] == child
+    assert pid_and_status[0] == child

@@ -66,11 +66,11 @@ def test_keys_lose_no_more_than_without_their_bias(store, family, codec):
     for stop in (70, 150):
         store.precompute(model, ids[:, :stop], method=Exact(codec=codec), progress=False)
     assert len(store.segments()) == 2 and all(kind.unbiased for kind in kinds_in(store))
-    layers, restored = restored_layers(model, store, Exact(codec=codec), ids)
-    assert restored == 144
+    layers, tokens_restored = restored_layers(model, store, Exact(codec=codec), ids)
+    assert tokens_restored == 144
     for layer, (keys, _) in zip(layers, kv_of(model, ids), strict=True):
-        held = layer.keys.shape[2]  # fewer with a sliding window
-        difference = (layer.keys - keys[:, :, -held:])[:, :, : restored - 150].abs().max()
+        positions = layer.keys.shape[2]  # fewer with a sliding window
+        difference = (layer.keys - keys[:, :, -positions:])[:, :, : tokens_restored - 150].abs().max()
         assert 0 < difference < (CLOSE if codec == "int8" else 0.4)
 
 
@@ -80,10 +80,10 @@ def test_keys_that_a_norm_follows_keep_what_it_makes_of_their_bias(store, family
     model, ids = biased(family, **changes), prompt(100)
     store.precompute(model, ids, method=Exact(**INT8), progress=False)
     assert not any(kind.unbiased for kind in kinds_in(store))
-    layers, restored = restored_layers(model, store, Exact(**INT8), ids)
-    assert restored == 96
+    layers, tokens_restored = restored_layers(model, store, Exact(**INT8), ids)
+    assert tokens_restored == 96
     for layer, (keys, _) in zip(layers, kv_of(model, ids), strict=True):
-        assert 0 < (layer.keys - keys)[:, :, :restored].abs().max() < CLOSE
+        assert 0 < (layer.keys - keys)[:, :, :tokens_restored].abs().max() < CLOSE
 
 
 def test_rows_of_a_batch_and_layers_with_blocks_of_their_own(store):
@@ -91,8 +91,8 @@ def test_rows_of_a_batch_and_layers_with_blocks_of_their_own(store):
     padded = torch.cat([torch.zeros(1, 7, dtype=torch.int64), ids[:, :93]], dim=1)
     method = Exact(geometry=Geometry(layers_per_block=1), **INT8)
     store.precompute(model, ids, method=method, progress=False)
-    cache, both = TieredCache(model, store, method=method, record=False), torch.cat([ids, padded])
-    model.generate(both, attention_mask=(both != 0).long(), past_key_values=cache, max_new_tokens=1, do_sample=False)
+    cache, batch = TieredCache(model, store, method=method, record=False), torch.cat([ids, padded])
+    model.generate(batch, attention_mask=(batch != 0).long(), past_key_values=cache, max_new_tokens=1, do_sample=False)
     assert cache.stats.tokens_restored == 96 + 71
     for layer, (keys, _) in zip(cache.layers, kv_of(model, ids), strict=True):
         assert (layer.keys[0] - keys[0])[:, :96].abs().max() < CLOSE
@@ -115,9 +115,9 @@ def test_selected_keys_have_their_bias(store, name):
             keys = torch.cat([keys, rotated_keys(model, more[None], longer.shape[1])], dim=1)
             model(input_ids=more[None], past_key_values=cache, logits_to_keep=1)
             longer = torch.cat([longer, more[None]], dim=1)
-        held = cache.layers[0].keys[0]
-        assert held.shape[1] < longer.shape[1]
-        assert num_close(held, keys) == held.shape[1]
+        cached_keys = cache.layers[0].keys[0]
+        assert cached_keys.shape[1] < longer.shape[1]
+        assert num_close(cached_keys, keys) == cached_keys.shape[1]
 
 
 @pytest.mark.parametrize("method", [CacheTune(0.3, **INT8), Epic(**INT8)], ids=lambda method: type(method).__name__)
@@ -125,8 +125,8 @@ def test_passages_have_their_bias_at_other_positions(store, method):
     model, passages = biased(), [prompt(64, seed=seed)[0] for seed in (1, 2)]
     store.precompute(model, passages, passages=True, method=method, progress=False)
     ids = torch.cat([prompt(16, seed=3), passages[1][None], passages[0][None], prompt(9, seed=4)], dim=1)
-    layers, restored = restored_layers(model, store, method, ids)
-    assert restored > 64
+    layers, tokens_restored = restored_layers(model, store, method, ids)
+    assert tokens_restored > 64
     keys = kv_of(model, ids)[0][0]  # passages have the same keys in the first layer
     assert (layers[0].keys - keys).abs().max() < CLOSE
 
@@ -146,14 +146,14 @@ def test_a_conversation_of_merged_layers_has_its_bias(store):
 
 
 def test_pages_of_an_engine_have_their_bias(store, monkeypatch):
-    model, ids, written = biased(), prompt(130), writes(monkeypatch)
+    model, ids, kv_by_stop = biased(), prompt(130), writes(monkeypatch)
     with tiered(model, store, method=Exact(**INT8)):
         batched(model, ids.tolist())
     store.flush()
     assert all(kind.unbiased for kind in kinds_in(store))
     with tiered(model, store, method=Exact(**INT8)):
         batched(model, ids.tolist())
-    ((stop, kv),) = written.items()
+    ((stop, kv),) = kv_by_stop.items()
     assert stop >= 128
     for (keys, _), (expected, _) in zip(kv.values() if isinstance(kv, dict) else kv, kv_of(model, ids), strict=True):
         assert 0 < (keys - expected[:, :, :stop]).abs().max() < CLOSE
@@ -163,23 +163,23 @@ def test_lossless_kv_keeps_its_bias(store):
     model, ids = biased(), prompt(100)
     store.precompute(model, ids, progress=False)
     assert not any(kind.unbiased for kind in kinds_in(store))
-    layers, restored = restored_layers(model, store, None, ids)
-    assert restored == 96
+    layers, tokens_restored = restored_layers(model, store, None, ids)
+    assert tokens_restored == 96
     for layer, (keys, _) in zip(layers, kv_of(model, ids), strict=True):
-        assert torch.equal(layer.keys[:, :, :restored], keys[:, :, :restored])
+        assert torch.equal(layer.keys[:, :, :tokens_restored], keys[:, :, :tokens_restored])
 
 
 def test_offloaded_models_and_others_restore_the_same_keys(store):
     """Between its uses, an offloaded layer has no bias."""
     ids, method, offloaded, resident = prompt(100), Exact(**INT8), biased(), biased()
     cpu_offload(offloaded, execution_device=torch.device("cpu"))
-    for model, asked in ((offloaded, ids[:, :50]), (resident, ids), (offloaded, ids)):
-        store.precompute(model, asked, method=method, progress=False)
+    for model, request_ids in ((offloaded, ids[:, :50]), (resident, ids), (offloaded, ids)):
+        store.precompute(model, request_ids, method=method, progress=False)
         assert all(kind.unbiased for kind in kinds_in(store))
-        layers, restored = restored_layers(model, store, method, ids)
-        assert restored == (asked.shape[1] - 1) // 16 * 16
+        layers, tokens_restored = restored_layers(model, store, method, ids)
+        assert tokens_restored == (request_ids.shape[1] - 1) // 16 * 16
         for layer, (keys, _) in zip(layers, kv_of(resident, ids), strict=True):
-            assert (layer.keys - keys)[:, :, :restored].abs().max() < CLOSE
+            assert (layer.keys - keys)[:, :, :tokens_restored].abs().max() < CLOSE
 
 
 @pytest.mark.parametrize("rotated", ["", "value"])

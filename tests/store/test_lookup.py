@@ -26,9 +26,9 @@ def uncomputed(model, monkeypatch):
 
 
 def test_nothing_stored_has_a_reason(store, model, uncomputed):
-    found = store.lookup(model, prompt(100))
-    assert (found.tokens, found.stored, sum(found.bytes.values())) == (100, 0, 0)
-    assert found.reason == reasons.NOTHING
+    lookup = store.lookup(model, prompt(100))
+    assert (lookup.tokens, lookup.stored, sum(lookup.bytes.values())) == (100, 0, 0)
+    assert lookup.reason == reasons.NOTHING
 
 
 def test_blocks_are_found_in_the_tier_where_they_are(store, model, monkeypatch):
@@ -50,9 +50,9 @@ def test_warming_keeps_to_the_budget(tmp_path, model):
     with KVStore(tmp_path, host_memory="64KiB") as store:
         store.precompute(model, prompt(400), progress=False)
         store.clear()
-        found = store.warm(model, prompt(400), progress=False)
-        assert 0 < found.bytes["host"] <= 64 << 10
-        assert found.bytes["disk"] > 0
+        lookup = store.warm(model, prompt(400), progress=False)
+        assert 0 < lookup.bytes["host"] <= 64 << 10
+        assert lookup.bytes["disk"] > 0
 
 
 def test_a_damaged_block_does_not_stop_warming(tmp_path, model):
@@ -81,10 +81,10 @@ def test_methods_look_up_what_they_would_restore(store, model, method):
     else:
         store.precompute(model, torch.cat(passages), method=method, progress=False)
     ids = torch.cat([*passages, prompt(5)[0]])
-    found = store.lookup(model, ids, method=method)
+    lookup = store.lookup(model, ids, method=method)
     cache = TieredCache(model, store, method=method)
     model.generate(ids.unsqueeze(0), past_key_values=cache, max_new_tokens=2, do_sample=False)
-    assert found.stored == cache.stats.tokens_restored > 0
+    assert lookup.stored == cache.stats.tokens_restored > 0
 
 
 def test_clear_empties_memory_and_if_asked_the_disk(store, model):

@@ -118,10 +118,10 @@ def plant(root, outside, number, entry):
         path.unlink()
     target = outside / f"{number}"
     if kind in ("link to a folder", "folder"):
-        made = target if kind == "link to a folder" else path
-        made.mkdir()
+        directory = target if kind == "link to a folder" else path
+        directory.mkdir()
         for inner in ("thesis.docx", f"{HEX}.kv", f"{HEX}.json", "1-2-3", "draft.partial"):
-            (made / inner).write_bytes(content)
+            (directory / inner).write_bytes(content)
     elif kind != "link to nothing":
         target.write_bytes(content)
         target.chmod(mode)
@@ -141,15 +141,15 @@ def look(path):
     """Return what must not change of a path and its content."""
     status = path.lstat()
     is_used = stat.S_ISDIR(status.st_mode) and path.name in FOLDERS  # the store writes to its own folders
-    seen = {path: (status.st_mode, 0 if is_used else status.st_mtime_ns, status.st_size)}
+    snapshot = {path: (status.st_mode, 0 if is_used else status.st_mtime_ns, status.st_size)}
     if stat.S_ISLNK(status.st_mode):
-        seen[path] += (os.readlink(path),)
+        snapshot[path] += (os.readlink(path),)
     elif stat.S_ISREG(status.st_mode):
-        seen[path] += (path.read_bytes(),)
+        snapshot[path] += (path.read_bytes(),)
     elif stat.S_ISDIR(status.st_mode):
         for inner in sorted(path.iterdir()):
-            seen |= look(inner)
-    return seen
+            snapshot |= look(inner)
+    return snapshot
 
 
 def command(*words):
@@ -228,8 +228,8 @@ def use(root, model):
 @example([(("segments", f"{HEX}.kv"), "file", b"precious", 0o600), (("pins", HEX), "file", b"x", 0o600)], "store")
 @settings(max_examples=settings.default.max_examples // 4)
 def test_whatever_is_in_the_folder_only_the_stores_own_files_change(model, whole, tmp_path_factory, entries, origin):
-    made = tmp_path_factory.mktemp("own")
-    root, outside = made / "store", made / "outside"
+    base = tmp_path_factory.mktemp("own")
+    root, outside = base / "store", base / "outside"
     outside.mkdir()
     if origin == "folder":
         root.mkdir()
@@ -261,7 +261,7 @@ def test_whatever_is_in_the_folder_only_the_stores_own_files_change(model, whole
         after |= look(path)
     assert {path: after.get(path) for path in before} == before  # a planted folder may hold the store's files, too
     assert root.stat().st_mode & 0o777 == 0o750
-    shutil.rmtree(made)
+    shutil.rmtree(base)
 
 
 @given(contents)
@@ -301,9 +301,9 @@ def test_a_new_store_has_a_durable_marker_with_its_format(tmp_path, monkeypatch)
     assert path.stat().st_ino in synced
     assert json.loads(path.read_text()) == {"format": "hf_tiered_cache store", "version": 1}
     assert path.stat().st_mode & 0o777 == 0o600
-    written = path.stat().st_mtime_ns
+    mtime_ns = path.stat().st_mtime_ns
     KVStore(tmp_path / "store").close()
-    assert path.stat().st_mtime_ns == written
+    assert path.stat().st_mtime_ns == mtime_ns
 
 
 def test_an_empty_folder_becomes_a_store_and_keeps_its_mode(tmp_path):
@@ -364,8 +364,8 @@ os._exit(0)
 
 def test_kill_9_while_a_store_is_made_leaves_one_that_opens(tmp_path, model):
     command = [sys.executable, "-c", DYING]
-    done = processes.run([*command, tmp_path / "whole", "0"], capture_output=True, text=True, check=True)
-    steps = int(done.stdout)
+    process = processes.run([*command, tmp_path / "whole", "0"], capture_output=True, text=True, check=True)
+    steps = int(process.stdout)
     assert steps > 8
     for last in range(1, steps + 1):
         assert processes.run([*command, tmp_path / f"{last}", f"{last}"]).returncode == -signal.SIGKILL
@@ -446,11 +446,11 @@ def plant_text(path):
 
 def plant_database(path):
     """Write the files of a database that a killed program has left: its tables are in the log only."""
-    made = path.parent.with_name("made.sqlite")
-    with closing(sqlite3.connect(made, isolation_level=None)) as database:
+    source = path.parent.with_name("made.sqlite")
+    with closing(sqlite3.connect(source, isolation_level=None)) as database:
         database.executescript("PRAGMA journal_mode=WAL; CREATE TABLE models (a); INSERT INTO models VALUES (1)")
         for suffix in ("", "-wal", "-shm"):
-            shutil.copy(f"{made}{suffix}", f"{path}{suffix}")
+            shutil.copy(f"{source}{suffix}", f"{path}{suffix}")
 
 
 @pytest.mark.parametrize("plant_catalogue", [plant_text, plant_database])
@@ -477,7 +477,7 @@ def test_files_of_others_do_not_count_in_the_quota(whole, model, tmp_path):
     shutil.copytree(whole, root)
     with KVStore(root, engine="posix") as store:
         disk = store._storage.disk
-        used = disk.used_bytes()
+        used_bytes = disk.used_bytes()
         names = [
             *("notes.txt", "tmp/thesis.docx", "documents/letter.json", "segments/movie.kv", "beside/notes.txt"),
             *("tmp/2024-01-15", f"beside/{HEX}.txt", f"segments/{HEX}.kv"),
@@ -486,13 +486,13 @@ def test_files_of_others_do_not_count_in_the_quota(whole, model, tmp_path):
         for name in names:
             (root / name).write_bytes(b"precious" * 99_999)
         disk.index.scan()
-        assert disk.used_bytes() - used < 65_536
+        assert disk.used_bytes() - used_bytes < 65_536
         assert sorted(store.verify().unknown) == sorted(names) and store.verify().ok
         for name in names:  # a file that has become the library's own counts again, though its name is known
             (root / name).unlink()
         content = (root / "segments" / f"{store.segments()[0].id}.kv").read_bytes()
         (root / "beside" / f"{HEX}.txt").write_bytes(content)
-        assert disk.used_bytes() - used >= len(content)
+        assert disk.used_bytes() - used_bytes >= len(content)
 
 
 # --- stores that cannot be written
@@ -529,8 +529,8 @@ def test_a_store_that_cannot_be_written_says_so_in_one_sentence(whole, model, tm
         status, _, err = run(words[0], root, *words[1:])
         assert status == 2 and "Traceback" not in err
         assert err.splitlines()[-1].startswith(f"hf-tiered-cache: {root} is not writable"), err
-    kept = {path: seen for path, seen in before.items() if path.is_file()}
-    assert {path: look(path)[path] for path in kept} == kept
+    files_before = {path: state for path, state in before.items() if path.is_file()}
+    assert {path: look(path)[path] for path in files_before} == files_before
 
 
 @pytest.mark.parametrize("failing", ["lock", "list_names"])

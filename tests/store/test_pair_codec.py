@@ -29,8 +29,8 @@ def two(draw, magnitudes=(0.0, 1e-5, 1.0, 300.0)):
     second = first * mixed[..., :1] + noise * mixed[..., 1:]
     sizes = st.lists(st.sampled_from(magnitudes), min_size=heads * tokens, max_size=heads * tokens)
     return [
-        (torch.nn.functional.normalize(each, dim=-1) * torch.tensor(draw(sizes)).view(heads, tokens, 1)).to(dtype)
-        for each in (first, second)
+        (torch.nn.functional.normalize(tensor, dim=-1) * torch.tensor(draw(sizes)).view(heads, tokens, 1)).to(dtype)
+        for tensor in (first, second)
     ]
 
 
@@ -40,14 +40,14 @@ def length(tensor):
 
 def between(first, second):
     """Return the angle in float64, or 0 if one has no direction."""
-    one, other = (torch.nn.functional.normalize(each.double(), dim=-1) for each in (first, second))
-    found = 2 * torch.atan2((one - other).norm(dim=-1), (one + other).norm(dim=-1))
-    return found.masked_fill((length(first) == 0) | (length(second) == 0), 0)
+    first_unit, second_unit = (torch.nn.functional.normalize(tensor.double(), dim=-1) for tensor in (first, second))
+    radians = 2 * torch.atan2((first_unit - second_unit).norm(dim=-1), (first_unit + second_unit).norm(dim=-1))
+    return radians.masked_fill((length(first) == 0) | (length(second) == 0), 0)
 
 
 def merged(first, second, codec, toward=TOWARD):
-    made = merged_codec(codec)
-    return [made.decode(fields, first.dtype) for fields in encode(first, second, made, toward)]
+    pair_codec = merged_codec(codec)
+    return [pair_codec.decode(fields, first.dtype) for fields in encode(first, second, pair_codec, toward)]
 
 
 @every_codec
@@ -80,16 +80,16 @@ def test_the_direction_lies_on_the_arc_between_the_two(tensors, toward):
     torch.testing.assert_close(between(second, direction)[usual], ((1 - toward) * apart)[usual], rtol=0, atol=2e-5)
     opposite = ~zero[0] & ~zero[1] & (apart > math.pi - 1e-4)
     assert (between(second if toward >= 0.5 else first, direction)[opposite] < 1e-3).all()
-    for alone, gone in ((first, zero[1] & ~zero[0]), (second, zero[0] & ~zero[1])):
-        assert (between(alone, direction)[gone] < 1e-6).all()
+    for alone, other_is_zero in ((first, zero[1] & ~zero[0]), (second, zero[0] & ~zero[1])):
+        assert (between(alone, direction)[other_is_zero] < 1e-6).all()
 
 
 @given(tensors=two())
 def test_angles_are_those_of_float64_and_do_not_depend_on_magnitudes(tensors):
-    found = angle(*tensors)
-    assert found.dtype == torch.float32 and found.shape == tensors[0].shape[:-1]
-    torch.testing.assert_close(found.double(), between(*tensors), rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(angle(tensors[1].float() * 3, tensors[0]), found, rtol=1e-5, atol=1e-6)
+    angles = angle(*tensors)
+    assert angles.dtype == torch.float32 and angles.shape == tensors[0].shape[:-1]
+    torch.testing.assert_close(angles.double(), between(*tensors), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(angle(tensors[1].float() * 3, tensors[0]), angles, rtol=1e-5, atol=1e-6)
 
 
 def test_small_angles_are_told_apart():
@@ -117,22 +117,22 @@ def test_what_was_merged_is_merged_into_itself(codec, tensors):
 @pytest.mark.parametrize("codec", ["int8", "fp8"])
 @given(tensors=two())
 def test_with_codes_a_merged_vector_is_what_the_codec_decodes(codec, tensors):
-    made = make_codec(codec)
+    kv_codec = make_codec(codec)
     for fields in encode(*tensors, merged_codec(codec)):
         codes, factor = fields
-        assert (codes.dtype, factor.dtype) == tuple(field.dtype for field in made.fields(torch.bfloat16, 1))
+        assert (codes.dtype, factor.dtype) == tuple(field.dtype for field in kv_codec.fields(torch.bfloat16, 1))
         assert [field.shape[-1] for field in fields] == [tensors[0].shape[-1], 1]
         back = merged_codec(codec).decode(fields, torch.bfloat16)
-        assert torch.equal(back, made.decode(fields, torch.bfloat16))
+        assert torch.equal(back, kv_codec.decode(fields, torch.bfloat16))
 
 
 @every_codec
 @given(tensors=two())
 def test_fields_are_as_they_are_declared_and_the_direction_is_one(codec, tensors):
-    made, (first, second) = merged_codec(codec), encode(*tensors, merged_codec(codec))
+    pair_codec, (first, second) = merged_codec(codec), encode(*tensors, merged_codec(codec))
     assert first[0] is second[0]
     for fields in (first, second):
-        declared = made.fields(tensors[0].dtype, tensors[0].shape[-1])
+        declared = pair_codec.fields(tensors[0].dtype, tensors[0].shape[-1])
         assert [(field.dtype, field.shape[-1]) for field in fields] == [tuple(field) for field in declared]
 
 
@@ -141,11 +141,11 @@ def test_fields_are_as_they_are_declared_and_the_direction_is_one(codec, tensors
 def test_a_token_is_merged_by_itself_and_always_alike(codec, dim):
     """The result does not depend on its position in a tensor, or on the number of tokens."""
     tensors = torch.randn(2, 2, 96, dim)
-    whole = encode(*tensors, merged_codec(codec))
+    whole_fields = encode(*tensors, merged_codec(codec))
     for run in (slice(0, 1), slice(20, 40), slice(41, 96)):
         alone = encode(*(tensor[:, run].clone() for tensor in tensors), merged_codec(codec))
-        for ours, theirs in zip(alone, whole, strict=True):
-            assert all(torch.equal(a, b[:, run]) for a, b in zip(ours, theirs, strict=True))
+        for run_fields, expected_fields in zip(alone, whole_fields, strict=True):
+            assert all(torch.equal(a, b[:, run]) for a, b in zip(run_fields, expected_fields, strict=True))
 
 
 @every_codec

@@ -19,63 +19,63 @@ OLDEST = SEGMENTS[0][0].id
 @pytest.fixture(params=["another process", "this process", "in memory"])
 def stores(request, tmp_path):
     """Return a store that deletes, and one that pins."""
-    ours = store_over(MemoryBackend()) if request.param == "in memory" else open_store(tmp_path)
-    for each in SEGMENTS[:2]:
-        assert ours.publish(*each)
-    return ours, open_store(tmp_path) if request.param == "another process" else ours
+    store = store_over(MemoryBackend()) if request.param == "in memory" else open_store(tmp_path)
+    for stored_segment in SEGMENTS[:2]:
+        assert store.publish(*stored_segment)
+    return store, open_store(tmp_path) if request.param == "another process" else store
 
 
 @pytest.mark.parametrize("evict", ["write", "gc"])
 def test_a_segment_that_is_being_evicted_cannot_be_pinned(stores, monkeypatch, evict):
-    ours, theirs = stores
-    pinned, outcomes = ours.backend.pinned, []
+    store, other_store = stores
+    pinned, outcomes = store.backend.pinned, []
 
     def pin():
         try:
-            theirs.pin([OLDEST])
+            other_store.pin([OLDEST])
         except ConfigError as error:
             outcomes.append(str(error))
 
     thread = threading.Thread(target=pin)
 
     def listed():
-        found = pinned()
+        pinned_names = pinned()
         if not thread.ident:
             thread.start()
             thread.join(0.2)  # it waits until the eviction has ended
-        return found
+        return pinned_names
 
-    used = ours.used_bytes()
-    monkeypatch.setattr(ours, "limits", type(ours.limits)(used if evict == "write" else used - 1, 1.0, 0.95, 0))
+    size = store.used_bytes()
+    monkeypatch.setattr(store, "limits", type(store.limits)(size if evict == "write" else size - 1, 1.0, 0.95, 0))
     with monkeypatch.context() as patch:
-        patch.setattr(ours.backend, "pinned", listed)
+        patch.setattr(store.backend, "pinned", listed)
         if evict == "write":
-            assert ours.publish(*SEGMENTS[2])
+            assert store.publish(*SEGMENTS[2])
         else:
-            assert maintain.gc(ours).evicted
+            assert maintain.gc(store).evicted
     thread.join()
-    assert OLDEST not in ours.backend.names()
-    assert ours.backend.pinned() == set()
+    assert OLDEST not in store.backend.names()
+    assert store.backend.pinned() == set()
     assert len(outcomes) == 1 and f"segment '{OLDEST}' does not exist" in outcomes[0]
 
 
 def test_no_pin_of_a_segment_stays_that_is_deleted_meanwhile(stores, monkeypatch):
-    ours, theirs = stores
-    pin = theirs.backend.pin
+    store, other_store = stores
+    pin = other_store.backend.pin
 
     def late(name, pinned):
         if pinned:
-            ours.remove([name])
+            store.remove([name])
         pin(name, pinned)
 
     with monkeypatch.context() as patch:
-        patch.setattr(theirs.backend, "pin", late)
+        patch.setattr(other_store.backend, "pin", late)
         with pytest.raises(ConfigError, match="does not exist"):
-            theirs.pin([OLDEST])
-    assert ours.backend.pinned() == set()
-    assert ours.publish(*SEGMENTS[0])
-    theirs.pin([OLDEST])
-    assert ours.backend.pinned() == {OLDEST}
+            other_store.pin([OLDEST])
+    assert store.backend.pinned() == set()
+    assert store.publish(*SEGMENTS[0])
+    other_store.pin([OLDEST])
+    assert store.backend.pinned() == {OLDEST}
 
 
 @pytest.mark.parametrize("kind", ["file", "folder", "link"])

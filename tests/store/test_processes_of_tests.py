@@ -26,9 +26,9 @@ def test_they_say_and_end_with_the_same(tmp_path, how, end):
     program = {"code": ["-c", code], "script": ["script.py"], "module": ["-m", "script"]}[how]
     command = [sys.executable, *program, "one", "two"]
     options = {"cwd": tmp_path, "env": os.environ | {"SAID": "this"}, "capture_output": True, "text": True}
-    ours, theirs = (module.run(command, timeout=60, **options) for module in (processes, subprocess))
-    assert (ours.returncode, ours.stdout) == (theirs.returncode, theirs.stdout)
-    assert ours.stderr.splitlines()[0] == "and this" and ours.stderr.splitlines()[-1] == theirs.stderr.splitlines()[-1]
+    run, reference = (module.run(command, timeout=60, **options) for module in (processes, subprocess))
+    assert (run.returncode, run.stdout) == (reference.returncode, reference.stdout)
+    assert run.stderr.splitlines()[0] == "and this" and run.stderr.splitlines()[-1] == reference.stderr.splitlines()[-1]
 
 
 def test_one_that_waits_is_told_to_go_on_or_killed():

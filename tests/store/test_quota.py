@@ -8,7 +8,7 @@ from hf_tiered_cache.store.quota import Limits, victims
 
 
 @pytest.mark.parametrize(
-    ("limits", "nbytes", "used", "free", "expected"),
+    ("limits", "nbytes", "used_bytes", "free", "expected"),
     [
         (Limits(floor=0), 100, 10**9, None, (0, 0)),  # no bound at all
         (Limits(floor=50), 100, 0, 150, (0, 0)),
@@ -20,15 +20,15 @@ from hf_tiered_cache.store.quota import Limits, victims
         (Limits(1000, 0.9, 0.5, 60), 100, 950, 100, (60, 550)),  # the floor needs more than the quota
     ],
 )
-def test_what_must_go_and_what_should(limits, nbytes, used, free, expected):
-    needed, wanted = limits.shortfall(nbytes, used, free)
-    assert (max(needed, 0), max(wanted, 0)) == expected
+def test_what_must_go_and_what_should(limits, nbytes, used_bytes, free, expected):
+    required_bytes, desired_bytes = limits.shortfall(nbytes, used_bytes, free)
+    assert (max(required_bytes, 0), max(desired_bytes, 0)) == expected
 
 
-@pytest.mark.parametrize(("used", "expected"), [(0, 0), (900, 0), (901, 401), (2000, 1500)])
-def test_what_is_over_the_quota(used, expected):
-    assert Limits(1000, 0.9, 0.5, 0).overflow(used) == expected
-    assert Limits(None, 0.9, 0.5, 0).overflow(used) == 0
+@pytest.mark.parametrize(("used_bytes", "expected"), [(0, 0), (900, 0), (901, 401), (2000, 1500)])
+def test_what_is_over_the_quota(used_bytes, expected):
+    assert Limits(1000, 0.9, 0.5, 0).overflow(used_bytes) == expected
+    assert Limits(None, 0.9, 0.5, 0).overflow(used_bytes) == 0
 
 
 USES = [("old", 10, None), ("expired", 20, 5.0), ("new", 30, 15.0)]

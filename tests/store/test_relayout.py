@@ -30,18 +30,18 @@ geometries = st.builds(
 
 def tensors(reader, blocks):
     """Return every layer's keys and values, `[heads, tokens, dim]`, from `read_back`; check an index against them."""
-    found = {}
+    content = {}
     for block_group, memory in zip(reader.shape.block_groups, blocks, strict=True):
         for part in block_group.parts:
-            mine = reader.shape.unpack(memory, block_group, part).view(torch.int32)  # random bytes: not all are numbers
+            kv = reader.shape.unpack(memory, block_group, part).view(torch.int32)  # random bytes: not all are numbers
             if block_group.identifies:
-                assert torch.equal(mine, found[part.layer, part.tensor][part.first_head : part.first_head + part.heads])
+                assert torch.equal(kv, content[part.layer, part.tensor][part.first_head : part.first_head + part.heads])
             else:
-                whole = found.setdefault(
+                all_heads = content.setdefault(
                     (part.layer, part.tensor), torch.zeros(2, reader.shape.tokens, 8, dtype=torch.int32)
                 )
-                whole[part.first_head : part.first_head + part.heads] = mine
-    return found
+                all_heads[part.first_head : part.first_head + part.heads] = kv
+    return content
 
 
 @given(geometries.filter(lambda geometry: geometry.index is None), geometries, st.integers(1, 7))
@@ -57,9 +57,9 @@ def test_any_geometry_becomes_any_other(tmp_path_factory, before, after, count):
     assert new_hashes == chain
     assert (new.header.parent, new.header.fingerprint) == (header.parent, header.fingerprint)
     assert (new.header.model, new.header.label) == ({"name": "small"}, "a text")
-    theirs, ours = tensors(old, read_back(store, old.id)), tensors(new, read_back(store, new.id))
-    assert theirs.keys() == ours.keys() == {(i, name) for i in range(len(LAYOUT.layers)) for name in ("key", "value")}
-    assert all(torch.equal(theirs[name], ours[name]) for name in theirs)
+    source, result = tensors(old, read_back(store, old.id)), tensors(new, read_back(store, new.id))
+    assert source.keys() == result.keys() == {(i, name) for i in range(len(LAYOUT.layers)) for name in ("key", "value")}
+    assert all(torch.equal(source[name], result[name]) for name in source)
 
 
 def test_a_store_is_laid_out_anew_and_serves_as_before(tmp_path):
@@ -69,8 +69,8 @@ def test_a_store_is_laid_out_anew_and_serves_as_before(tmp_path):
         store.precompute(model, [ids[0] for ids in prompts], progress=False)
         (pinned, _) = (row.id for row in store.segments())
         store.pin([pinned])
-        asked = torch.cat([prompts[0], prompt(20, seed=9)], dim=1)
-        before = model.generate(asked, past_key_values=TieredCache(model, store, record=False), **settings)
+        request_ids = torch.cat([prompts[0], prompt(20, seed=9)], dim=1)
+        before = model.generate(request_ids, past_key_values=TieredCache(model, store, record=False), **settings)
         for name, method in METHODS.items():
             geometry = replace(method().geometry, codec=RAW)  # relayout does not change the codec
             assert store.relayout(geometry, progress=False) in (0, 2), name
@@ -79,7 +79,7 @@ def test_a_store_is_laid_out_anew_and_serves_as_before(tmp_path):
             assert not store.verify().bad
             assert len(store._storage.disk.backend.pinned()) == 1
             cache = TieredCache(model, store, record=False)
-            after = model.generate(asked, past_key_values=cache, **settings)
+            after = model.generate(request_ids, past_key_values=cache, **settings)
             assert cache.stats.tokens_restored == 192
             for a, b in zip(before.logits, after.logits, strict=True):
                 assert torch.equal(a, b)

@@ -96,7 +96,7 @@ def test_an_order_and_back_is_the_identity(tmp_path_factory, before, after, coun
     plain = store.reader(header.id)
     expected = tensors(plain, read_back(store, plain.id))
     last = plain
-    by_layer, apart = (random_tables(groups, 16 * count, seed, each) for each in (False, True))
+    by_layer, apart = (random_tables(groups, 16 * count, seed, is_apart) for is_apart in (False, True))
     for order in (by_layer, apart, None):
         new_header, new_hashes, blocks = join_segments([last], after, order)
         assert store.publish(new_header, new_hashes, blocks)
@@ -105,51 +105,51 @@ def test_an_order_and_back_is_the_identity(tmp_path_factory, before, after, coun
         if order is not None:
             assert last.shape.tables.same(order)
             assert last.id == segment_id(header.parent, chain[-1], last.shape, header.provenance)
-        found = tensors(last, read_back(store, last.id))
-        assert all(torch.equal(found[name], expected[name]) for name in expected)
+        content = tensors(last, read_back(store, last.id))
+        assert all(torch.equal(content[name], expected[name]) for name in expected)
 
 
 @given(geometries, st.integers(1, 60), st.integers(0, 99), st.booleans(), st.data())
 def test_tokens_are_where_the_shape_says(geometry, tokens, seed, apart, data):
     layout = KVLayout((LayerKV(2, 4, 2, 4), LayerKV(2, 4, 2, 4, window=8), None, LayerKV(2, 4, 2, 4)), torch.float32)
     shape = SegmentShape(layout, geometry, tokens, random_tables(block_groups(layout, geometry), tokens, seed, apart))
-    wanted = np.array(sorted(data.draw(st.sets(st.integers(0, tokens - 1), min_size=1))))
+    requested_tokens = np.array(sorted(data.draw(st.sets(st.integers(0, tokens - 1), min_size=1))))
     for block_group in shape.block_groups:
         places = shape.slot_of_token(block_group, np.arange(tokens))
         assert sorted(places.tolist()) == list(range(tokens))
         assert shape.in_order(block_group) == (not apart and bool(block_group.window or block_group.identifies))
-        chunks = shape.chunks_of(block_group, wanted)
-        assert set(chunks.tolist()) == {int(places[token]) // geometry.chunk_tokens for token in wanted}
+        chunks = shape.chunks_of(block_group, requested_tokens)
+        assert set(chunks.tolist()) == {int(places[token]) // geometry.chunk_tokens for token in requested_tokens}
         for chunk in range(shape.chunks_in(block_group)):
             inside = [token for token in range(tokens) if places[token] // geometry.chunk_tokens == chunk]
             assert shape.first_token(block_group, chunk) == min(inside)
-        some = wanted[np.isin(places[wanted] // geometry.chunk_tokens, chunks[:1])]
+        first_tokens = requested_tokens[np.isin(places[requested_tokens] // geometry.chunk_tokens, chunks[:1])]
         unit = FetchUnit(SimpleNamespace(shape=shape), block_group)
-        unit.use(block_group.layers, [wanted])
-        assert unit.bytes_used(chunks[:1]) == len(some) * block_group.payload_bytes // geometry.chunk_tokens
+        unit.use(block_group.layers, [requested_tokens])
+        assert unit.bytes_used(chunks[:1]) == len(first_tokens) * block_group.payload_bytes // geometry.chunk_tokens
 
 
 # --- whoever reads it
 
 
 @pytest.mark.parametrize(
-    ("family", "cut"),
+    ("family", "geometry"),
     pairs(["qwen2", "gemma3", "opt", "phi3", "deepseek_v3"], [Geometry(), METHOD.geometry, Geometry(24, 2, 1)]),
     ids=str,
 )
 @pytest.mark.parametrize("apart", [False, True], ids=["by layer", "by group"])
 @pytest.mark.thin(2)
-def test_the_exact_method_reads_any_order(family, cut, apart, tmp_path):
+def test_the_exact_method_reads_any_order(family, geometry, apart, tmp_path):
     model, ids = build(family), prompt(200)
     with KVStore(tmp_path, engine="posix", host_memory=0) as store:
         store.precompute(model, ids, progress=False)
-        store.relayout(cut, progress=False)
-        asked = [question(ids[:, :tokens]) for tokens in (200, 100)]  # all of the segment, and a part of it
-        before = [ask(model, store, whole, None)[0] for whole in asked]
+        store.relayout(geometry, progress=False)
+        questions = [question(ids[:, :tokens]) for tokens in (200, 100)]  # all of the segment, and a part of it
+        before = [ask(model, store, request_ids, None)[0] for request_ids in questions]
         shuffle(store, apart=apart)
-        for whole, expected, tokens in zip(asked, before, (192, 96), strict=True):
-            found, cache = ask(model, store, whole, None)
-            assert_same(found, expected)
+        for request_ids, expected, tokens in zip(questions, before, (192, 96), strict=True):
+            output, cache = ask(model, store, request_ids, None)
+            assert_same(output, expected)
             assert cache.stats.tokens_restored == tokens
             assert cache.stats.details.verification_failures == 0
 
@@ -161,9 +161,9 @@ def test_a_batch_and_a_second_turn_over_a_shuffled_store(model, tmp_path):
         store.precompute(model, ids, progress=False)
         before, _ = ask(model, store, rows, None)
         shuffle(store)
-        found, cache = ask(model, store, rows, None)
-        assert_same(found, before)
-        turn = torch.cat([found.sequences, prompt(20, seed=8).expand(2, -1)], dim=1)
+        output, cache = ask(model, store, rows, None)
+        assert_same(output, before)
+        turn = torch.cat([output.sequences, prompt(20, seed=8).expand(2, -1)], dim=1)
         again = TieredCache(model, store)
         assert torch.equal(
             model.generate(turn, past_key_values=cache, max_new_tokens=4, do_sample=False),
@@ -199,9 +199,9 @@ def test_impress_lays_out_by_importance_and_then_reads_less(tmp_path):
         fill(store, model, ids, method)
         (plain,) = store.segments()
         store.pin([plain.id])
-        asked = []
-        for whole in questions[:8]:
-            asked.append(ask(model, store, whole, method))
+        results = []
+        for request_ids in questions[:8]:
+            results.append(ask(model, store, request_ids, method))
             store.flush()  # waits for what is done in the background
         (row,) = store.segments()
         assert row.id != plain.id
@@ -210,8 +210,8 @@ def test_impress_lays_out_by_importance_and_then_reads_less(tmp_path):
         shape = store._storage.disk.reader(row.id).shape
         assert shape.tables is not None
         assert shape.geometry == method.geometry
-        again = [ask(model, store, whole, method) for whole in questions[8:]]
-        for (before, cold), (after, ordered) in zip(asked[:4], again, strict=True):
+        again = [ask(model, store, request_ids, method) for request_ids in questions[8:]]
+        for (before, cold), (after, ordered) in zip(results[:4], again, strict=True):
             assert_same(after, before)
             assert ordered.stats.details.bytes_used == cold.stats.details.bytes_used
             assert ordered.stats.bytes_read < 0.8 * cold.stats.bytes_read
@@ -245,9 +245,9 @@ def test_a_request_under_way_reads_the_old_segment_to_its_end(tmp_path, monkeypa
             return real(self, index, *arguments)
 
         monkeypatch.setattr(RestoringForward, "append", take)
-        found, cache = ask(model, store, question(ids), METHOD)
+        output, cache = ask(model, store, question(ids), METHOD)
         assert swapped
-        assert_same(found, expected)
+        assert_same(output, expected)
         assert cache.stats.details.recomputed == 0
 
 
@@ -293,11 +293,11 @@ def test_what_memory_has_of_a_segment_goes_on_when_its_tokens_are_reordered(mode
         store.flush()
         (new,) = store.segments()
         assert new.id != old.id
-        now = _known_of(store, groups)
+        new_state = _known_of(store, groups)
         for group in groups:
-            (held, known), (before, _) = now[group.index], was[group.index]
-            assert held == list(range(len(before)))  # as many, the first ones
-            assert (known[1] > 0).any()
+            (chunks, scores), (before, _) = new_state[group.index], was[group.index]
+            assert chunks == list(range(len(before)))  # as many, the first ones
+            assert (scores[1] > 0).any()
         _, cache = ask(model, store, question(ids, seed=1), method)
         assert cache.stats.bytes_read <= cache.stats.host.bytes / 4
         assert cache.stats.host.hits > 0
@@ -307,12 +307,12 @@ def _known_of(store, groups):
     """Return the chunks in memory of each KV cache group of the only segment, and what is known of all."""
     (row,) = store.segments()
     reader, residency = store._storage.disk.reader(row.id), store._storage.residency
-    found = {}
+    state = {}
     for group in groups:
-        owner, every = reader.owners[group.index], np.arange(reader.shape.chunks_in(group))
-        held = residency.find(owner, every, torch.device("cpu"))["host"].tolist()
-        found[group.index] = held, residency.scores.of(owner, every)
-    return found
+        owner, chunks = reader.owners[group.index], np.arange(reader.shape.chunks_in(group))
+        host_chunks = residency.find(owner, chunks, torch.device("cpu"))["host"].tolist()
+        state[group.index] = host_chunks, residency.scores.of(owner, chunks)
+    return state
 
 
 def test_due_after_4_8_16_prompts():
@@ -333,24 +333,24 @@ def test_due_after_4_8_16_prompts():
 def test_what_was_learnt_of_tokens_outlives_the_process(model, tmp_path):
     """Four prompts in two processes lay a segment out as four in one do, and the next four go on from there."""
     ids, method = prompt(400), replace(METHOD, budget=0.1, alpha=9, reorder=True)
-    found = {}
+    history = {}
     for name, closed_after in (("one", ()), ("several", (1, 3, 5))):
-        store, found[name] = KVStore(tmp_path / name, engine="posix", host_memory=0), []
+        store, history[name] = KVStore(tmp_path / name, engine="posix", host_memory=0), []
         fill(store, model, ids, method)
         for number in range(8):
             ask(model, store, question(ids, seed=number % 2), method)
             if number not in (1, 5):  # then closing keeps what is known; a segment is laid out at 3 and 7
                 store.flush()
             (row,) = store.segments()
-            known = store._storage.rewriter.importance
-            found[name].append((row.id, known.of(row.id).tolist(), known._prompts[row.id]))
+            importance = store._storage.rewriter.importance
+            history[name].append((row.id, importance.of(row.id).tolist(), importance._prompts[row.id]))
             if number in closed_after:
                 store.close()
                 store = KVStore(tmp_path / name, engine="posix", host_memory=0)
         assert list(store._storage.disk.sidecars.sizes()) == [row.id]
         store.close()
-    assert found["several"] == found["one"]
-    assert len({name for name, *_ in found["one"]}) >= 2  # it was laid out anew
+    assert history["several"] == history["one"]
+    assert len({name for name, *_ in history["one"]}) >= 2  # it was laid out anew
     with KVStore(tmp_path / "several", engine="posix", host_memory=0) as store:
         assert store._storage.rewriter.importance.of(row.id) is None
         store.reorder(progress=False)  # asks for what was kept
@@ -382,9 +382,9 @@ def test_importance_that_cannot_be_used_is_learnt_anew(model, tmp_path, way):
         else:
             assert store._storage.disk.sidecars.keep(store._storage.disk.reader(row.id), "importance", forged, {})
         ask(model, store, question(ids), method)
-        known = store._storage.rewriter.importance
-        assert np.array_equal(known.of(row.id), expected)  # as if it were the first prompt
-        assert known._prompts[row.id] == 1
+        importance = store._storage.rewriter.importance
+        assert np.array_equal(importance.of(row.id), expected)  # as if it were the first prompt
+        assert importance._prompts[row.id] == 1
         assert store.stats.verification_failures == (forged is None)
     assert not reader.gone
 
@@ -396,15 +396,15 @@ def test_only_what_reorders_reads_and_keeps_importance(model, tmp_path):
         ask(model, store, question(ids), METHOD)
         store.flush()
         assert store._storage.disk.sidecars.sizes() == {}
-        written = store.stats.bytes_written
+        bytes_written = store.stats.bytes_written
         ask(model, store, question(ids), replace(METHOD, reorder=True))
         store.flush()
-        kept = store._storage.disk.sidecars.by_segment()
-        assert store.stats.bytes_written == written + sum(kept.values()) > written
+        sidecar_bytes = store._storage.disk.sidecars.by_segment()
+        assert store.stats.bytes_written == bytes_written + sum(sidecar_bytes.values()) > bytes_written
         store.flush()  # nothing has changed since
-        assert store.stats.bytes_written == written + sum(kept.values())
-        assert store.stats.disk.bytes == store.segments()[0].nbytes + sum(kept.values())
-        store.remove(kept)
+        assert store.stats.bytes_written == bytes_written + sum(sidecar_bytes.values())
+        assert store.stats.disk.bytes == store.segments()[0].nbytes + sum(sidecar_bytes.values())
+        store.remove(sidecar_bytes)
         store.flush()
         assert store._storage.disk.sidecars.sizes() == {}
         assert store.stats.read_errors == 0
@@ -428,11 +428,11 @@ def test_damage_in_an_ordered_segment_is_a_miss(model, tmp_path, region):
     data[blocks if region == "block" else getattr(reader.header, region).offset + 8] ^= 1
     path.write_bytes(data)
     with KVStore(tmp_path, engine="posix", host_memory=0) as store:
-        found, cache = ask(model, store, question(ids), None)
-        assert torch.equal(found.sequences, expected.sequences)
+        output, cache = ask(model, store, question(ids), None)
+        assert torch.equal(output.sequences, expected.sequences)
         assert store.stats.verification_failures + store.stats.damaged_files > 0
-        whole = 0 if region != "block" else reader.shape.first_token(block_group, chunk) // 16 * 16
-        assert cache.stats.tokens_restored == whole
+        expected_tokens = 0 if region != "block" else reader.shape.first_token(block_group, chunk) // 16 * 16
+        assert cache.stats.tokens_restored == expected_tokens
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), ValueError("bug")], ids=["disk", "bug"])
@@ -471,7 +471,7 @@ def test_an_old_segment_that_cannot_be_deleted_is_told_in_one_sentence(model, tm
             for _ in range(8):
                 assert ask(model, store, question(ids), method)[1].stats.tokens_restored
                 store.flush()
-        (record,) = [one for one in caplog.records if row.id in one.getMessage()]
+        (record,) = [log_record for log_record in caplog.records if row.id in log_record.getMessage()]
         assert "could not be rewritten" in record.getMessage() and record.exc_info is None
         assert len(store.segments()) == 2  # the same tokens twice, until the quota wants the room
 
@@ -525,14 +525,14 @@ disk = store._storage.disk
 disk.remove = after("removed", disk.remove)
 store.reorder(progress=False)
 """
-    done = processes.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.returncode == -9, done.stderr
+    process = processes.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert process.returncode == -9, process.stderr
     with KVStore(tmp_path, engine="posix", host_memory=0) as store:
-        there = {path.stem for path in (tmp_path / "segments").iterdir()}
-        assert (before in there) == (step != "removed") and len(there) == (2 if step in ("linked", "index") else 1)
+        names = {path.stem for path in (tmp_path / "segments").iterdir()}
+        assert (before in names) == (step != "removed") and len(names) == (2 if step in ("linked", "index") else 1)
         assert not store.verify().bad
-        found, cache = ask(model, store, question(ids), METHOD)
-        assert_same(found, expected)
+        output, cache = ask(model, store, question(ids), METHOD)
+        assert_same(output, expected)
         assert cache.stats.tokens_restored == 400 and cache.stats.details.recomputed == 0
         store.gc()
         assert not store.verify().bad
@@ -558,8 +558,8 @@ def test_the_quota_holds_and_without_room_all_stays(model, tmp_path, room):
     nbytes = sum(file.stat().st_size for file in (tmp_path / "segments").iterdir())
     with KVStore(tmp_path, engine="posix", host_memory=0) as store:
         store.pin([before])
-        used = store._storage.disk.used_bytes()
-    quota = used + (3 * nbytes if room else nbytes // 2)
+        used_bytes = store._storage.disk.used_bytes()
+    quota = used_bytes + (3 * nbytes if room else nbytes // 2)
     with KVStore(tmp_path, engine="posix", host_memory=0, disk_quota=quota) as store:
         assert store.reorder(progress=False) == room
         assert (store.segments()[0].id != before) == room and len(store.segments()) == 1
@@ -578,19 +578,19 @@ def test_a_request_keeps_the_indexes_that_it_began_with(model, tmp_path, monkeyp
             ask(model, store, question(ids, seed=seed), method)
             store.flush()
         (before,) = store.segments()
-        rewriter, moved = store._storage.rewriter, []
+        rewriter, reorder_counts = store._storage.rewriter, []
         mass = rewriter.importance.of(before.id)
         rewriter.importance.forget([before.id])
         rewriter.importance.load(before.id, np.random.default_rng(0).random(mass.shape).astype(mass.dtype), 2)
 
-        def choose(self, asked, real=TopChunks.choose):
-            if not moved:
-                moved.append(store.reorder(progress=False))
-            return real(self, asked)
+        def choose(self, request, real=TopChunks.choose):
+            if not reorder_counts:
+                reorder_counts.append(store.reorder(progress=False))
+            return real(self, request)
 
         monkeypatch.setattr(TopChunks, "choose", choose)
         _, cache = ask(model, store, question(ids, seed=3), method)
-        assert moved == [1] and before.id not in {row.id for row in store.segments()}
+        assert reorder_counts == [1] and before.id not in {row.id for row in store.segments()}
         assert cache.stats.tokens_restored == 400
         assert cache.stats.details.bytes_delivered_identifying == 0
 
@@ -605,8 +605,8 @@ def chosen_of(monkeypatch):
     """Return the selections of `PER_HEAD`, in order."""
     noted: list[Selection] = []
 
-    def choose(self, asked, real=TopChunks.choose):
-        noted.append(real(self, asked))
+    def choose(self, request, real=TopChunks.choose):
+        noted.append(real(self, request))
         return noted[-1]
 
     monkeypatch.setattr(TopChunks, "choose", choose)
@@ -624,21 +624,21 @@ def test_each_head_chooses_among_the_chunks_of_its_own_blocks(model, tmp_path, m
         (row,) = store.segments()
         shape = store._storage.disk.reader(row.id).shape
         _, cache = ask(model, store, question(ids), method)
-        every = np.arange(shape.tokens)
+        positions = np.arange(shape.tokens)
         heads = shape.layout.layer(0).key_heads
         blocks = 0
         for layer, choice in enumerate(noted):
             assert len(choice.tokens) == heads
             for head, (tokens, mass) in enumerate(zip(choice.tokens, choice.mass, strict=True)):
                 (group,) = (g for g in shape.restoring_groups[layer] if g.parts[0].first_head == head)
-                chunk = shape.slot_of_token(group, every) // 8
-                taken = np.unique(chunk[tokens])
-                assert sorted(tokens.tolist()) == np.flatnonzero(np.isin(chunk, taken)).tolist()
+                chunk = shape.slot_of_token(group, positions) // 8
+                picks = np.unique(chunk[tokens])
+                assert sorted(tokens.tolist()) == np.flatnonzero(np.isin(chunk, picks)).tolist()
                 sums = np.bincount(chunk, mass)
-                assert set(taken.tolist()) == set(np.argsort(-sums, kind="stable")[: len(taken)].tolist())
-                blocks += len(taken)
-        brought = cache.stats.details.bytes_delivered - cache.stats.details.bytes_delivered_identifying
-        assert brought == blocks * shape.block_groups[0].block_bytes
+                assert set(picks.tolist()) == set(np.argsort(-sums, kind="stable")[: len(picks)].tolist())
+                blocks += len(picks)
+        bytes_delivered = cache.stats.details.bytes_delivered - cache.stats.details.bytes_delivered_identifying
+        assert bytes_delivered == blocks * shape.block_groups[0].block_bytes
         stored = kv_of(model, ids)
         for layer, choice in enumerate(noted):
             tokens = torch.from_numpy(choice.tokens)
@@ -649,7 +649,7 @@ def test_each_head_chooses_among_the_chunks_of_its_own_blocks(model, tmp_path, m
 def test_what_earlier_prompts_attended_to_lies_together(tmp_path, monkeypatch):
     """A later prompt's chunks hold more of its attention, also in another process."""
     model, ids = build_deep("qwen2", initializer_range=0.2), prompt(200)
-    noted, held = chosen_of(monkeypatch), []
+    noted, shares = chosen_of(monkeypatch), []
     for seeds in ((1, 2, 3), (4,)):
         with KVStore(tmp_path, engine="posix") as store:
             if not store.segments():
@@ -659,13 +659,13 @@ def test_what_earlier_prompts_attended_to_lies_together(tmp_path, monkeypatch):
                 _, cache = ask(model, store, question(ids, seed=seed), PER_HEAD)
                 store.flush()
                 # an index stays in memory
-                assert bool(cache.stats.details.bytes_delivered_identifying) == (len(held) in (0, 3))
-                held.append(
-                    np.mean([np.take_along_axis(one.mass, one.tokens, 1).sum() / one.mass.sum() for one in noted])
+                assert bool(cache.stats.details.bytes_delivered_identifying) == (len(shares) in (0, 3))
+                shares.append(
+                    np.mean([np.take_along_axis(pick.mass, pick.tokens, 1).sum() / pick.mass.sum() for pick in noted])
                 )
             (row,) = store.segments()
             assert len(store._storage.disk.reader(row.id).shape.tables.slot_of_token) == len(noted) * 2
-    assert min(held[1:]) > 1.1 * held[0]
+    assert min(shares[1:]) > 1.1 * shares[0]
 
 
 def test_a_segment_that_is_laid_out_while_it_is_looked_up_is_restored(model, tmp_path, monkeypatch, caplog):
@@ -704,12 +704,12 @@ def test_nothing_is_laid_out_under_a_cache_that_chooses(model, tmp_path):
         store.flush()
         (row,) = store.segments()
         assert row.id != plain.id
-        first, *others = (ask(model, store, question(ids, seed=seed), method)[1] for seed in (1, 2, 3, 4))
+        first, *other_caches = (ask(model, store, question(ids, seed=seed), method)[1] for seed in (1, 2, 3, 4))
         store.flush()
         (again,) = store.segments()
         assert again.id != row.id  # after the fourth
         decode_from(model, first, kv_of(model, ids))
-        assert len(others) == 3
+        assert len(other_caches) == 3
 
 
 def decode_from(model, cache, stored):
@@ -719,6 +719,6 @@ def decode_from(model, cache, stored):
     for layer, (keys, values) in zip(cache.layers, stored, strict=True):
         (row,) = layer._rows
         tokens = torch.from_numpy(row.window.columns)[..., None]
-        for held, every in ((layer.keys, keys), (layer.values, values)):
-            expected = every[0].gather(1, tokens.expand(-1, -1, every.shape[-1]))
-            assert torch.equal(held[0, :, : tokens.shape[1]], expected)
+        for selected_states, all_states in ((layer.keys, keys), (layer.values, values)):
+            expected = all_states[0].gather(1, tokens.expand(-1, -1, all_states.shape[-1]))
+            assert torch.equal(selected_states[0, :, : tokens.shape[1]], expected)

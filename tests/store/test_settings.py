@@ -37,10 +37,10 @@ def test_an_argument_counts_before_a_variable_and_a_variable_before_the_file(wor
 
 
 def test_the_file_may_be_elsewhere(working_directory, monkeypatch):
-    other = working_directory / "other.toml"
-    other.write_text('codec = "int8"\n')
+    other_path = working_directory / "other.toml"
+    other_path.write_text('codec = "int8"\n')
     (working_directory / "hf_tiered_cache.toml").write_text('codec = "fp8"\n')
-    assert read_settings({"HF_TIERED_CACHE_CONFIG": str(other)})["codec"].value == "int8"
+    assert read_settings({"HF_TIERED_CACHE_CONFIG": str(other_path)})["codec"].value == "int8"
     assert read_settings({})["codec"].value == "fp8"
     with pytest.raises(ConfigError, match=r"nowhere\.toml cannot be read"):
         read_settings({"HF_TIERED_CACHE_CONFIG": "nowhere.toml"})
@@ -99,9 +99,9 @@ def test_an_empty_remote_is_no_address(working_directory):
 
 def test_every_setting_is_an_argument_and_reads_its_own_default():
     parameters = inspect.signature(KVStore).parameters
-    for name, (read, _) in SETTINGS.items():
+    for name, (parse, _) in SETTINGS.items():
         default = parameters[name].default
-        assert default is None or read(default) == default, name
+        assert default is None or parse(default) == default, name
     left_out = {"self", "path", "backend", "key", "salt"}
     assert {name for name in parameters if name not in left_out} == set(SETTINGS)
 

@@ -76,12 +76,12 @@ def test_a_link_to_a_file_of_another_folder_is_left_alone(remote, folder, tmp_pa
 
 
 def test_a_linked_subfolder_is_refused(remote, folder, tmp_path):
-    other = tmp_path / "other"
-    open_remote(f"file://{other}").close()
-    (other / "segments").rmdir()
-    (other / "segments").symlink_to(folder / "segments")
+    other_folder = tmp_path / "other"
+    open_remote(f"file://{other_folder}").close()
+    (other_folder / "segments").rmdir()
+    (other_folder / "segments").symlink_to(folder / "segments")
     with pytest.raises(StoreError, match="segments is a link"):
-        open_remote(f"file://{other}")
+        open_remote(f"file://{other_folder}")
     (folder / "segments").rename(tmp_path / "moved")  # replaced while it is open
     (folder / "segments").symlink_to(tmp_path / "moved")
     with pytest.raises(OSError, match="link"):

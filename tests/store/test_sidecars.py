@@ -40,11 +40,11 @@ def publish(store, seed="a", count=4, **changes):
     return store.reader(header.id)
 
 
-def same(found, expected):
-    assert list(found) == list(expected)
+def same(arrays, expected):
+    assert list(arrays) == list(expected)
     for name, array in expected.items():
-        assert (found[name].dtype, found[name].shape) == (array.dtype, array.shape)
-        assert torch.equal(found[name].view(torch.uint8), array.contiguous().view(torch.uint8))
+        assert (arrays[name].dtype, arrays[name].shape) == (array.dtype, array.shape)
+        assert torch.equal(arrays[name].view(torch.uint8), array.contiguous().view(torch.uint8))
 
 
 def file_of(store, reader, kind="index"):
@@ -57,9 +57,9 @@ def counted(store):
 
 @pytest.fixture(params=["folder", "memory"])
 def backend(request, tmp_path):
-    made = MemoryBackend() if request.param == "memory" else FolderBackend(tmp_path, PosixEngine())
-    yield made
-    made.close()
+    segment_backend = MemoryBackend() if request.param == "memory" else FolderBackend(tmp_path, PosixEngine())
+    yield segment_backend
+    segment_backend.close()
 
 
 @pytest.fixture(params=[None, KEY], ids=["plain", "key"])
@@ -81,13 +81,13 @@ def test_what_is_kept_is_found_in_this_process_and_another(backend, cipher):
     assert store.sidecars.kept(reader, "index", FACTS) is None
     assert store.sidecars.keep(reader, "index", ARRAYS, FACTS)
     assert store.sidecars.keep(reader, "scores", {"of": torch.ones(3)}, {})
-    for each in (store, store_over(backend, cipher=cipher)):
-        mine = each.reader(reader.id)
-        same(each.sidecars.kept(mine, "index", dict(reversed(FACTS.items()))), ARRAYS)
-        same(each.sidecars.kept(mine, "scores", {}), {"of": torch.ones(3)})
-        assert each.sidecars.kept(mine, "index", FACTS | {"clusters": 5}) is None
-        assert each.sidecars.kept(mine, "other", FACTS) is None
-        figures = counted(each)
+    for disk_store in (store, store_over(backend, cipher=cipher)):
+        segment_reader = disk_store.reader(reader.id)
+        same(disk_store.sidecars.kept(segment_reader, "index", dict(reversed(FACTS.items()))), ARRAYS)
+        same(disk_store.sidecars.kept(segment_reader, "scores", {}), {"of": torch.ones(3)})
+        assert disk_store.sidecars.kept(segment_reader, "index", FACTS | {"clusters": 5}) is None
+        assert disk_store.sidecars.kept(segment_reader, "other", FACTS) is None
+        figures = counted(disk_store)
         assert figures.verification_failures == figures.read_errors == figures.other_key_files == 0
     assert {kind: size > 0 for kind, size in store.sidecars.sizes()[reader.id].items()} == {
         "index": True,
@@ -111,27 +111,27 @@ def test_arrays_of_every_dtype_and_size_come_back_in_every_bit(store, name):
     assert store.sidecars.keep(reader, "index", arrays, {})
     same({key: value[None] for key, value in store.sidecars.kept(reader, "index", {}).items()},
          {key: value[None] for key, value in arrays.items()})  # fmt: skip
-    for some in ({}, {"none": torch.empty(0, 4)}):
-        assert store.sidecars.keep(reader, "index", some, {})
-        same(store.sidecars.kept(reader, "index", {}), some)
+    for empty_arrays in ({}, {"none": torch.empty(0, 4)}):
+        assert store.sidecars.keep(reader, "index", empty_arrays, {})
+        same(store.sidecars.kept(reader, "index", {}), empty_arrays)
 
 
 def test_arrays_are_renewed_in_one_moment(store):
     """A reader finds one of two complete versions while two threads renew them."""
     reader, wrong, stop = publish(store), [], threading.Event()
-    both = [{"of": torch.full((40_000,), float(number))} for number in range(2)]
-    assert store.sidecars.keep(reader, "index", both[0], {})
+    versions = [{"of": torch.full((40_000,), float(number))} for number in range(2)]
+    assert store.sidecars.keep(reader, "index", versions[0], {})
 
     def renew(arrays):
         while not stop.is_set():
             if not store.sidecars.keep(reader, "index", arrays, {}):
                 wrong.append("dropped")
 
-    threads = [threading.Thread(target=renew, args=(each,)) for each in both]
+    threads = [threading.Thread(target=renew, args=(version,)) for version in versions]
     [thread.start() for thread in threads]
     for _ in range(100):
-        found = store.sidecars.kept(reader, "index", {})
-        if found is not None and not any(torch.equal(found["of"], each["of"]) for each in both):
+        kept_arrays = store.sidecars.kept(reader, "index", {})
+        if kept_arrays is not None and not any(torch.equal(kept_arrays["of"], version["of"]) for version in versions):
             wrong.append("torn")
     stop.set()
     [thread.join() for thread in threads]
@@ -223,26 +223,26 @@ def replace(store, reader):
 
 @pytest.mark.parametrize("way", [remove, evict, damage, expire, replace])
 def test_arrays_go_with_their_segment(store, way):
-    reader, other = publish(store, expires=time.time() + 1 if way is expire else None), publish(store, "other")
-    store.index.touch([other.id])
-    for each in (reader, other):
-        assert store.sidecars.keep(each, "index", ARRAYS, FACTS)
-        assert store.sidecars.keep(each, "scores", ARRAYS, FACTS)
+    reader, other_reader = publish(store, expires=time.time() + 1 if way is expire else None), publish(store, "other")
+    store.index.touch([other_reader.id])
+    for owner in (reader, other_reader):
+        assert store.sidecars.keep(owner, "index", ARRAYS, FACTS)
+        assert store.sidecars.keep(owner, "scores", ARRAYS, FACTS)
     way(store, reader)
-    assert list(store.sidecars.sizes()) == [other.id]
-    same(store.sidecars.kept(other, "index", FACTS), ARRAYS)
+    assert list(store.sidecars.sizes()) == [other_reader.id]
+    same(store.sidecars.kept(other_reader, "index", FACTS), ARRAYS)
 
 
 def test_orphans_are_swept_by_gc_and_where_room_is_wanted(tmp_path):
     store = open_store(tmp_path)
-    gone, reader = publish(store, "gone"), publish(store)
-    for each in (gone, reader):
-        assert store.sidecars.keep(each, "index", ARRAYS, FACTS)
+    deleted_reader, reader = publish(store, "gone"), publish(store)
+    for owner in (deleted_reader, reader):
+        assert store.sidecars.keep(owner, "index", ARRAYS, FACTS)
     (tmp_path / "beside" / "notes.txt").write_text("not ours")
-    store.path(gone.id).unlink()
-    size = store.sidecars.sizes()[gone.id]["index"]
+    store.path(deleted_reader.id).unlink()
+    size = store.sidecars.sizes()[deleted_reader.id]["index"]
     assert maintain.gc(store, dry_run=True).temporary_bytes == size
-    assert gone.id in store.sidecars.sizes()
+    assert deleted_reader.id in store.sidecars.sizes()
     assert maintain.gc(store).temporary_bytes == size
     assert list(store.sidecars.sizes()) == [reader.id]
     store.path(reader.id).unlink()
@@ -266,42 +266,42 @@ def test_what_is_kept_counts_in_the_quota_and_is_evicted_with_its_segment(tmp_pa
     assert probe.victims(1) == [(reader.id, alone + size)]
     limit = 4 * (alone + size) + 500_000
     store = open_store(tmp_path / "store", cipher=cipher, quota=limit, high=1.0, low=0.9)
-    made = []
+    readers = []
     for number in range(10):
-        made.append(publish(store, f"s{number}"))
-        assert store.sidecars.keep(made[-1], "index", arrays, {})
+        readers.append(publish(store, f"s{number}"))
+        assert store.sidecars.keep(readers[-1], "index", arrays, {})
         assert du(tmp_path / "store") <= limit
         assert store.used_bytes() <= limit
     assert store.counters.snapshot().evicted_segments >= 5
     assert set(store.sidecars.sizes()) == store.index.catalogue.ids()
-    assert made[-1].id in store.sidecars.sizes()
+    assert readers[-1].id in store.sidecars.sizes()
 
 
 def test_several_processes_keep_within_one_quota(tmp_path):
-    each = (
+    code = (
         "s.publish(*segment(hashes(2, n + str(i))))\n"
         "for row in s.index.rows()[-1:]:\n"
         "    r = s.reader(row.id)\n"
         "    if r: s.sidecars.keep(r, 'index', {'of': torch.ones(20_000)}, {})\n"
     )
-    assert 0 < written_at_once(tmp_path / "store", 900_000, 2, each) <= 900_000
+    assert 0 < written_at_once(tmp_path / "store", 900_000, 2, code) <= 900_000
     assert open_store(tmp_path / "store").sidecars.sizes()
 
 
 def test_what_has_no_room_is_dropped_and_evicts_nothing(tmp_path):
     store = open_store(tmp_path, quota=1_000_000)
-    reader, other = publish(store), publish(store, "other")
+    reader, other_reader = publish(store), publish(store, "other")
     assert store.sidecars.keep(reader, "index", ARRAYS, FACTS)
     assert not store.sidecars.keep(reader, "index", {"of": torch.ones(250_000)}, FACTS)
     assert counted(store).dropped_writes == 1
     same(store.sidecars.kept(reader, "index", FACTS), ARRAYS)
-    assert store.index.catalogue.ids() == {reader.id, other.id}
+    assert store.index.catalogue.ids() == {reader.id, other_reader.id}
 
 
 def test_no_segment_gives_way_to_its_own_arrays(tmp_path):
     store = open_store(tmp_path, quota=1_000_000, high=1.0, low=1.0)
-    reader, other = publish(store), publish(store, "other")
-    store.index.touch([other.id])  # so that the other one would go last
+    reader, other_reader = publish(store), publish(store, "other")
+    store.index.touch([other_reader.id])  # so that the other one would go last
     room = store.limits.quota - store.used_bytes()
     assert store.sidecars.keep(reader, "index", {"of": torch.ones((room + 8192) // 4)}, {})
     assert store.index.catalogue.ids() == {reader.id}
@@ -330,9 +330,9 @@ def test_a_store_that_cannot_be_written_reads_them(backend, cipher):
     assert store.sidecars.keep(reader, "index", ARRAYS, FACTS)
     backend.writable = False
     looking = store_over(backend, cipher=cipher)
-    mine = looking.reader(reader.id)
-    same(looking.sidecars.kept(mine, "index", FACTS), ARRAYS)
-    assert not looking.sidecars.keep(mine, "index", ARRAYS, FACTS)
+    segment_reader = looking.reader(reader.id)
+    same(looking.sidecars.kept(segment_reader, "index", FACTS), ARRAYS)
+    assert not looking.sidecars.keep(segment_reader, "index", ARRAYS, FACTS)
     assert counted(looking).dropped_writes == 1
 
 
@@ -352,13 +352,13 @@ def test_whatever_fails_nothing_wrong_is_found_and_the_quota_is_kept(tmp_path_fa
             reader = store.found(rows[0]) if rows else None
             if reader is None:
                 continue
-            found = store.sidecars.kept(reader, kind, {})
-            assert found is None or any(torch.equal(found["of"], each) for each in last[reader.id, kind])
+            arrays = store.sidecars.kept(reader, kind, {})
+            assert arrays is None or any(torch.equal(arrays["of"], version) for version in last[reader.id, kind])
             of = torch.full((faults.random.choice([9, 9000]),), float(step))
-            known = last.setdefault((reader.id, kind), [])
+            versions = last.setdefault((reader.id, kind), [])
             if store.sidecars.keep(reader, kind, {"of": of}, {}):
-                known.clear()
-            known.append(of)
+                versions.clear()
+            versions.append(of)
             if faults.random.random() < 0.2:
                 with suppress(OSError):
                     store.remove([reader.id])
@@ -405,14 +405,14 @@ os.pwrite, os.rename = counting, renaming
 store.sidecars.keep(store.reader({reader.id!r}), "index", {{"of": torch.ones(9)}}, {{}})
 """
     code = "from pathlib import Path\n" + code
-    done = processes.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.returncode == -9, done.stderr
+    process = processes.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert process.returncode == -9, process.stderr
     again = open_store(tmp_path)
-    mine = again.reader(reader.id)
+    segment_reader = again.reader(reader.id)
     if step == "renamed":
-        same(again.sidecars.kept(mine, "index", {}), {"of": torch.ones(9)})
+        same(again.sidecars.kept(segment_reader, "index", {}), {"of": torch.ones(9)})
     else:
-        same(again.sidecars.kept(mine, "index", FACTS), ARRAYS)
+        same(again.sidecars.kept(segment_reader, "index", FACTS), ARRAYS)
         assert maintain.gc(again, dry_run=True).temporary_bytes > 0
     maintain.gc(again)
     assert not list((tmp_path / "tmp").iterdir())
@@ -427,16 +427,16 @@ def test_damage_at_any_byte_is_a_counted_miss_and_the_file_goes(store):
     reader = publish(store)
     assert store.sidecars.keep(reader, "index", ARRAYS, FACTS)
     path = file_of(store, reader)
-    whole = path.read_bytes()
-    offsets = [*range(400), *range(400, len(whole), 37), *range(len(whole) - 40, len(whole))]
+    content = path.read_bytes()
+    offsets = [*range(400), *range(400, len(content), 37), *range(len(content) - 40, len(content))]
     for number, offset in enumerate(offsets, 1):
-        data = bytearray(whole)
+        data = bytearray(content)
         data[offset] ^= 1 << offset % 8
         path.write_bytes(data)
         assert store.sidecars.kept(reader, "index", FACTS) is None
         figures = counted(store)
         assert figures.verification_failures + figures.newer_files + figures.other_key_files == number, offset
-        assert not path.exists() or data[8:12] != whole[8:12]
+        assert not path.exists() or data[8:12] != content[8:12]
     assert counted(store).newer_files <= 32
     assert store.sidecars.keep(reader, "index", ARRAYS, FACTS)
     same(store.sidecars.kept(reader, "index", FACTS), ARRAYS)
@@ -455,11 +455,11 @@ def test_a_file_of_another_length_is_a_counted_miss(store, size):
     assert counted(store).verification_failures == 2
 
 
-def forge(path, said=None, nbytes=None, size=None):
+def forge(path, fields=None, nbytes=None, size=None):
     """Write a head with a right checksum over what stands at `path`, or a sparse file of `size` bytes."""
     data = bytearray(path.read_bytes())
     _, version, length, old, _ = PREFIX.unpack_from(data)
-    text = data[PREFIX.size : PREFIX.size + length] if said is None else json.dumps(said).encode()
+    text = data[PREFIX.size : PREFIX.size + length] if fields is None else json.dumps(fields).encode()
     nbytes = old if nbytes is None else nbytes
     head_bytes = sidecars._head_bytes(len(text), nbytes)
     digests = data[PREFIX.size + length :][: 16 * sidecars._blocks(nbytes)[0]]
@@ -482,20 +482,20 @@ def test_no_forged_head_does_harm(tmp_path_factory, data):
     reader = publish(store)
     assert store.sidecars.keep(reader, "index", ARRAYS, FACTS)
     path = file_of(store, reader)
-    said = said_by(path)
-    way = data.draw(st.sampled_from(list(places(said))))
-    at = said
+    fields = said_by(path)
+    way = data.draw(st.sampled_from(list(places(fields))))
+    at = fields
     for key in way[:-1]:
         at = at[key]
     before, at[way[-1]] = (
         at[way[-1]],
         data.draw(st.sampled_from([*ODD, [0, 1 << 70], [0, 1 << 39, 1 << 39], [1 << 39]])),
     )
-    forge(path, said)
-    found = store.sidecars.kept(reader, "index", FACTS)
-    if found is not None and at[way[-1]] != before:  # names and shapes of the same bytes can be forged without a key
+    forge(path, fields)
+    arrays = store.sidecars.kept(reader, "index", FACTS)
+    if arrays is not None and at[way[-1]] != before:  # names and shapes of the same bytes can be forged without a key
         assert way[0] == "arrays"
-        assert sum(array.nbytes for array in found.values()) <= 4096
+        assert sum(array.nbytes for array in arrays.values()) <= 4096
     assert maintain.verify(store).sidecars <= 1
     maintain.gc(store)
 
@@ -538,8 +538,8 @@ def test_a_sparse_file_takes_no_memory(tmp_path, monkeypatch, nbytes):
     assert store.sidecars.keep(reader, "index", ARRAYS, FACTS)
     path, most = file_of(store, reader), []
     monkeypatch.setattr(sidecars, "aligned_bytes", most.append)
-    said = said_by(path) | {"arrays": [["of", "uint8", [nbytes]]]}
-    forge(path, said, nbytes, sidecars._head_bytes(len(json.dumps(said)), nbytes) + nbytes)
+    fields = said_by(path) | {"arrays": [["of", "uint8", [nbytes]]]}
+    forge(path, fields, nbytes, sidecars._head_bytes(len(json.dumps(fields)), nbytes) + nbytes)
     assert path.stat().st_size > nbytes > 16 * path.stat().st_blocks * 512
     assert store.sidecars.kept(reader, "index", FACTS) is None
     assert (counted(store).read_errors, counted(store).verification_failures) == (1, 0)
@@ -637,24 +637,24 @@ def secret(tmp_path):
 
 def test_files_hold_no_array_and_repeat_nothing(secret):
     reader, telling = publish(secret), {"of": torch.arange(1000, 1999, dtype=torch.int64)}
-    seen = []
+    raw = []
     for kind in ("index", "scores", "index"):
         assert secret.sidecars.keep(reader, kind, telling, FACTS)
         data = file_of(secret, reader, kind).read_bytes()
         assert KEY not in data
         plain = telling["of"].numpy().tobytes()
         assert all(plain[at : at + 16] not in data for at in range(0, len(plain) - 16, 8))
-        seen.append(data[4096:])
-    assert len({piece[at : at + 16] for piece in seen for at in range(0, len(piece), 16)}) == sum(map(len, seen)) // 16
+        raw.append(data[4096:])
+    assert len({piece[at : at + 16] for piece in raw for at in range(0, len(piece), 16)}) == sum(map(len, raw)) // 16
 
 
 @pytest.mark.parametrize("way", ["kinds", "segments", "blocks", "head", "plain", "other key", "facts", "content"])
 def test_what_is_swapped_or_planted_is_not_served(tmp_path, secret, way):
-    reader, other = publish(secret), publish(secret, "other")
-    for each, kind, number in ((reader, "index", 1.0), (reader, "scores", 2.0), (other, "index", 3.0)):
-        assert secret.sidecars.keep(each, kind, {"of": torch.full((9,), number)}, FACTS)
+    reader, second = publish(secret), publish(secret, "other")
+    for owner, kind, number in ((reader, "index", 1.0), (reader, "scores", 2.0), (second, "index", 3.0)):
+        assert secret.sidecars.keep(owner, kind, {"of": torch.full((9,), number)}, FACTS)
     path = file_of(secret, reader)
-    mine, scores = path.read_bytes(), file_of(secret, reader, "scores").read_bytes()
+    index, scores = path.read_bytes(), file_of(secret, reader, "scores").read_bytes()
     if way in ("plain", "other key"):
         cipher = None if way == "plain" else StoreCipher(OTHER_KEY)
         planting = open_store(tmp_path / "planting", cipher=cipher)
@@ -670,9 +670,9 @@ def test_what_is_swapped_or_planted_is_not_served(tmp_path, secret, way):
         path.write_bytes(
             {
                 "kinds": scores,
-                "segments": file_of(secret, other).read_bytes(),
-                "blocks": mine[:4096] + scores[4096:],
-                "head": scores[:4096] + mine[4096:],
+                "segments": file_of(secret, second).read_bytes(),
+                "blocks": index[:4096] + scores[4096:],
+                "head": scores[:4096] + index[4096:],
             }[way]
         )
     for facts in (FACTS, {"clusters": 5}):
@@ -688,12 +688,12 @@ def test_what_is_swapped_or_planted_is_not_served(tmp_path, secret, way):
 def test_the_same_forgeries_under_a_checksum_are_misses_too(tmp_path):
     """Without a key, arrays can be moved to another name or another header by accident."""
     store = open_store(tmp_path)
-    reader, other = publish(store), publish(store, "other")
-    for each, kind, number in ((reader, "index", 1.0), (reader, "scores", 2.0), (other, "index", 3.0)):
-        assert store.sidecars.keep(each, kind, {"of": torch.full((9,), number)}, FACTS)
+    reader, second = publish(store), publish(store, "other")
+    for owner, kind, number in ((reader, "index", 1.0), (reader, "scores", 2.0), (second, "index", 3.0)):
+        assert store.sidecars.keep(owner, kind, {"of": torch.full((9,), number)}, FACTS)
     path = file_of(store, reader)
-    mine, scores = path.read_bytes(), file_of(store, reader, "scores").read_bytes()
-    planted = [scores, file_of(store, other).read_bytes(), mine[:4096] + scores[4096:], scores[:4096] + mine[4096:]]
+    index, scores = path.read_bytes(), file_of(store, reader, "scores").read_bytes()
+    planted = [scores, file_of(store, second).read_bytes(), index[:4096] + scores[4096:], scores[:4096] + index[4096:]]
     for number, data in enumerate(planted, 1):
         path.write_bytes(data)
         assert store.sidecars.kept(reader, "index", FACTS) is None

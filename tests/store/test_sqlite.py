@@ -115,12 +115,12 @@ def test_a_file_that_another_process_writes_to_is_an_error_after_a_while(path, m
     monkeypatch.setattr("hf_tiered_cache.store.backends.sqlite._BUSY_SECONDS", 0.05)
     remote = open_remote(f"sqlite://{path}")
     remote.put_object(NAME, CONTENT, replace=False)
-    other = sqlite3.connect(path, isolation_level=None)
-    other.execute("BEGIN EXCLUSIVE")
+    connection = sqlite3.connect(path, isolation_level=None)
+    connection.execute("BEGIN EXCLUSIVE")
     with pytest.raises(OSError, match="locked"):
         remote.put_object(NAME, b"", replace=True)
-    other.execute("COMMIT")
-    other.close()
+    connection.execute("COMMIT")
+    connection.close()
     assert content_of(remote) == CONTENT
 
 
@@ -327,16 +327,16 @@ def test_a_file_that_was_replaced_is_checked_and_opened_again(path, tmp_path, pl
     remote.put_object(NAME, CONTENT, replace=False)
     path.unlink()
     if place == "own":
-        other = open_remote(f"sqlite://{tmp_path}/other.db")
-        other.put_object(NAME, b"other", replace=False)
-        other.close()
+        other_remote = open_remote(f"sqlite://{tmp_path}/other.db")
+        other_remote.put_object(NAME, b"other", replace=False)
+        other_remote.close()
         (tmp_path / "other.db").rename(path)
     elif place != "nothing":
         kill_program(path, IN_A_TRANSACTION if place == "journal" else "CREATE TABLE t (a)")
     before = files_of(path.parent)
     if place in ("other", "journal"):
         # no FileExistsError, as of a stored object
-        for action in (content_of, lambda it: it.put_object(NAME, b"", False), lambda it: it.delete_object(NAME)):
+        for action in (content_of, lambda db: db.put_object(NAME, b"", False), lambda db: db.delete_object(NAME)):
             with pytest.raises(PermissionError, match="choose another name"):
                 action(remote)
         assert files_of(path.parent) == before

@@ -77,10 +77,10 @@ def test_a_segment_is_found_under_its_first_prefix_hash_alone(tmp_path):
 
 
 def test_another_process_sees_it_at_once(tmp_path):
-    ours, theirs = open_store(tmp_path), open_store(tmp_path)
-    header = publish(ours)
-    assert [row.id for row in theirs.find(hashes(4))] == [header.id]
-    assert read_back(theirs, header.id)
+    store, other_store = open_store(tmp_path), open_store(tmp_path)
+    header = publish(store)
+    assert [row.id for row in other_store.find(hashes(4))] == [header.id]
+    assert read_back(other_store, header.id)
 
 
 def test_the_first_of_two_writers_wins_and_the_second_is_counted(tmp_path):
@@ -91,8 +91,8 @@ def test_the_first_of_two_writers_wins_and_the_second_is_counted(tmp_path):
     assert second.publish(header, chain, [b + 1 for b in blocks])
     assert first.path(header.id).stat().st_ino == inode
     assert second.counters.snapshot().duplicate_writes == 1
-    for written, read in zip(blocks, read_back(second, header.id), strict=True):
-        assert torch.equal(written, read)
+    for written_blocks, read_blocks in zip(blocks, read_back(second, header.id), strict=True):
+        assert torch.equal(written_blocks, read_blocks)
 
 
 def test_a_file_of_another_key_or_a_newer_version_is_no_duplicate(tmp_path, monkeypatch):
@@ -108,8 +108,8 @@ def test_a_file_of_another_key_or_a_newer_version_is_no_duplicate(tmp_path, monk
     assert not store.publish(header, chain, [b + 1 for b in blocks])
     counted = store.counters.snapshot()
     assert (counted.duplicate_writes, counted.dropped_writes) == (0, 1)
-    for written, read in zip(blocks, read_back(store, header.id), strict=True):
-        assert torch.equal(written, read)
+    for written_blocks, read_blocks in zip(blocks, read_back(store, header.id), strict=True):
+        assert torch.equal(written_blocks, read_blocks)
 
 
 def test_two_writers_at_the_same_moment(tmp_path):
@@ -154,12 +154,12 @@ def catalogue_files(root):
 
 def test_a_lost_catalogue_is_rebuilt_from_the_headers(tmp_path):
     store = open_store(tmp_path)
-    wanted = {publish(store, seed=s, label=f"text {s}", model={"name": "small"}).id for s in "abc"}
+    expected = {publish(store, seed=s, label=f"text {s}", model={"name": "small"}).id for s in "abc"}
     store.close()
     for path in catalogue_files(tmp_path):
         path.unlink(missing_ok=True)
     again = open_store(tmp_path)
-    assert again.index.catalogue.ids() == wanted
+    assert again.index.catalogue.ids() == expected
     row = again.find(hashes(4, "b"))[0]
     assert (row.tokens, row.valid_hashes, row.position, row.label) == (64, 4, 0, "text b")
     assert again.index.catalogue.models() == {"model": {"name": "small"}}
@@ -188,20 +188,20 @@ def test_a_catalogue_damaged_while_open_is_rebuilt_and_counted(tmp_path):
     with open(tmp_path / "catalogue.sqlite", "r+b") as file:
         file.write(b"\xff" * 16384)
     store.index.catalogue.run(lambda db: db.execute("PRAGMA shrink_memory"))
-    found = store.find(hashes(4)[:1]) or store.find(hashes(4)[:1])
-    assert [row.id for row in found] == [header.id]
+    rows = store.find(hashes(4)[:1]) or store.find(hashes(4)[:1])
+    assert [row.id for row in rows] == [header.id]
     assert store.counters.snapshot().catalogue_errors >= 1
 
 
 def test_a_stale_catalogue_is_brought_in_line_with_the_files(tmp_path):
     store = open_store(tmp_path)
-    kept, gone = publish(store, seed="kept"), publish(store, seed="gone")
-    other = open_store(tmp_path / "other")
-    moved = publish(other, seed="moved")
+    kept_header, deleted_header = publish(store, seed="kept"), publish(store, seed="gone")
+    other_store = open_store(tmp_path / "other")
+    moved_header = publish(other_store, seed="moved")
     store.close()
-    (tmp_path / "segments" / f"{gone.id}.kv").unlink()
-    os.rename(other.path(moved.id), tmp_path / "segments" / f"{moved.id}.kv")
-    assert open_store(tmp_path).index.catalogue.ids() == {kept.id, moved.id}
+    (tmp_path / "segments" / f"{deleted_header.id}.kv").unlink()
+    os.rename(other_store.path(moved_header.id), tmp_path / "segments" / f"{moved_header.id}.kv")
+    assert open_store(tmp_path).index.catalogue.ids() == {kept_header.id, moved_header.id}
 
 
 def test_another_schema_is_replaced(tmp_path):
@@ -245,7 +245,9 @@ def check_kinds(catalogue, kinds):
     assert catalogue.keys() == {key for _, _, key in kinds} == {"", "key"}
     for fingerprint in ("a", "b", "c", ""):
         assert catalogue.keys(fingerprint) == {key for model, _, key in kinds if model == fingerprint}
-        assert catalogue.provenances(fingerprint) == sorted({made for model, made, _ in kinds if model == fingerprint})
+        assert catalogue.provenances(fingerprint) == sorted(
+            {provenance for model, provenance, _ in kinds if model == fingerprint}
+        )
 
 
 def test_keys_and_provenances_are_the_distinct_ones_of_a_model(tmp_path):
@@ -285,12 +287,12 @@ def test_a_new_catalogue_has_its_schema_in_the_first_page(tmp_path):
 
 def test_the_catalogue_names_the_models_whose_segments_are_stored(tmp_path):
     store = open_store(tmp_path)
-    kept = publish(store, fingerprint="aa", model={"name": "a"}, label="the report")
-    gone = publish(store, fingerprint="bb", model={"name": "b"})
+    kept_header = publish(store, fingerprint="aa", model={"name": "a"}, label="the report")
+    deleted_header = publish(store, fingerprint="bb", model={"name": "b"})
     publish(store, fingerprint="cc")  # by an older version, say
     assert store.index.catalogue.models() == {"aa": {"name": "a"}, "bb": {"name": "b"}}
-    assert store.index.catalogue.get(kept.id).label == "the report"
-    store.remove([gone.id])
+    assert store.index.catalogue.get(kept_header.id).label == "the report"
+    store.remove([deleted_header.id])
     assert store.index.catalogue.models() == {"aa": {"name": "a"}}
 
 
@@ -300,8 +302,8 @@ def test_many_processes_may_open_a_new_store_at_once(tmp_path):
         "from pathlib import Path; from segments import *\n"
         "s = open_store(Path(sys.argv[1])); h, c, b = segment(hashes(2, sys.argv[3])); assert s.publish(h, c, b)\n"
     )
-    here = os.path.dirname(processes.__file__)
-    arguments = [sys.executable, "-c", code, str(tmp_path / "new"), here]
+    lib_path = os.path.dirname(processes.__file__)
+    arguments = [sys.executable, "-c", code, str(tmp_path / "new"), lib_path]
     started = [processes.Popen([*arguments, str(i)]) for i in range(4)]
     assert [process.wait(timeout=120) for process in started] == [0] * 4
     assert len(open_store(tmp_path / "new").index.catalogue.ids()) == 4
@@ -348,7 +350,7 @@ def test_an_unwritable_folder_is_read_and_drops_are_counted(tmp_path, monkeypatc
 @pytest.mark.parametrize("step", ["allocate", "write", "link"])
 def test_a_full_disk_drops_the_write_counts_it_and_warns_once(tmp_path, monkeypatch, caplog, step):
     store = open_store(tmp_path)
-    kept = publish(store, seed="kept")
+    kept_header = publish(store, seed="kept")
 
     def full(*_, **__):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -362,9 +364,9 @@ def test_a_full_disk_drops_the_write_counts_it_and_warns_once(tmp_path, monkeypa
     assert store.counters.snapshot().dropped_writes == 2
     assert sum("was not stored" in r.message for r in caplog.records) == 1
     assert not list((tmp_path / "tmp").iterdir())
-    assert store.index.catalogue.ids() == {kept.id}
+    assert store.index.catalogue.ids() == {kept_header.id}
     publish(store, seed="later")  # the disk has room again
-    assert read_back(store, kept.id)
+    assert read_back(store, kept_header.id)
 
 
 def test_an_interrupted_write_goes_on(tmp_path, monkeypatch):
@@ -373,8 +375,8 @@ def test_an_interrupted_write_goes_on(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: real(fd, bytes(data)[:5000], offset))
     header, chain, blocks = segment(hashes(3))
     assert store.publish(header, chain, blocks)
-    for written, read in zip(blocks, read_back(store, header.id), strict=True):
-        assert torch.equal(written, read)
+    for written_blocks, read_blocks in zip(blocks, read_back(store, header.id), strict=True):
+        assert torch.equal(written_blocks, read_blocks)
 
 
 def test_a_file_system_without_links_is_renamed_on(tmp_path, monkeypatch):
@@ -395,7 +397,7 @@ STEPS = ["reserved", "first block", "all blocks", "header", "linked", "catalogue
 def test_kill_9_at_each_step_of_a_write(tmp_path, step):
     """The store opens, serves whole records alone, and the orphan's room is taken back."""
     store = open_store(tmp_path)
-    kept = publish(store, seed="kept")
+    kept_header = publish(store, seed="kept")
     store.close()
     code = f"""
 import os, signal, sys
@@ -426,16 +428,16 @@ def adding(self, *row):
 os.pwrite, os.link, Catalogue.add = counting, linking, adding
 store.publish(header, chain, blocks)
 """
-    done = processes.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.returncode == -9, done.stderr
+    process = processes.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert process.returncode == -9, process.stderr
     again = open_store(tmp_path)
     header, _chain, blocks = segment(hashes(3, "new"))
-    whole = step in ("linked", "catalogued")
-    assert again.index.catalogue.ids() == ({kept.id, header.id} if whole else {kept.id})
-    assert read_back(again, kept.id)
-    if whole:
-        for written, read in zip(blocks, read_back(again, header.id), strict=True):
-            assert torch.equal(written, read)
+    is_stored = step in ("linked", "catalogued")
+    assert again.index.catalogue.ids() == ({kept_header.id, header.id} if is_stored else {kept_header.id})
+    assert read_back(again, kept_header.id)
+    if is_stored:
+        for written_blocks, read_blocks in zip(blocks, read_back(again, header.id), strict=True):
+            assert torch.equal(written_blocks, read_blocks)
     assert len(list((tmp_path / "tmp").glob("*[0-9]"))) == 1  # the orphan
     assert again.publish(*segment(hashes(1, "next")))
     assert not list((tmp_path / "tmp").iterdir())
@@ -444,9 +446,9 @@ store.publish(header, chain, blocks)
 
 def test_a_file_being_written_is_no_orphan(tmp_path):
     """Another process collects garbage while ours writes."""
-    ours, theirs = open_store(tmp_path), open_store(tmp_path)
-    with ours.reserved("0" * 32, 100_000) as upload:
-        assert theirs.clean_up() == {}
+    store, other_store = open_store(tmp_path), open_store(tmp_path)
+    with store.reserved("0" * 32, 100_000) as upload:
+        assert other_store.clean_up() == {}
         assert upload.path.exists()
     assert not list((tmp_path / "tmp").iterdir())
 
@@ -468,8 +470,8 @@ def holder(tmp_path):
     """Start another process that holds a lock, and wait until it does."""
     started = []
 
-    def start(what):
-        arguments = [sys.executable, "-c", HOLDER, os.path.dirname(processes.__file__), str(tmp_path), what]
+    def start(role):
+        arguments = [sys.executable, "-c", HOLDER, os.path.dirname(processes.__file__), str(tmp_path), role]
         started.append(processes.Popen(arguments, stdout=processes.PIPE, text=True))
         assert started[-1].stdout.readline() == "ready\n"
         return started[-1]
@@ -482,11 +484,11 @@ def holder(tmp_path):
 
 
 def test_the_temporary_file_of_another_process_stays_as_long_as_that_lives(tmp_path, holder):
-    store, other = open_store(tmp_path), holder("a temporary file")
+    store, holder_process = open_store(tmp_path), holder("a temporary file")
     assert store.clean_up() == {}
     assert len(list((tmp_path / "tmp").glob("*[0-9]"))) == 1
-    other.kill()
-    other.wait()
+    holder_process.kill()
+    holder_process.wait()
     assert sum(store.clean_up(dry_run=True).values()) >= 100_000
     assert len(list((tmp_path / "tmp").glob("*[0-9]"))) == 1
     assert sum(store.clean_up().values()) >= 100_000
@@ -495,7 +497,7 @@ def test_the_temporary_file_of_another_process_stays_as_long_as_that_lives(tmp_p
 
 def test_a_lock_that_is_not_to_be_had_drops_the_write_counts_it_and_says_so(tmp_path, holder, caplog, monkeypatch):
     monkeypatch.setattr(folder, "_LOCK_SECONDS", 0.3)
-    store, other = open_store(tmp_path), holder("the store")
+    store, holder_process = open_store(tmp_path), holder("the store")
     started = time.monotonic()
     assert not store.publish(*segment(hashes(2)))
     assert 0.3 <= time.monotonic() - started < 10
@@ -503,37 +505,37 @@ def test_a_lock_that_is_not_to_be_had_drops_the_write_counts_it_and_says_so(tmp_
     assert sum("was not released within 0.3 s" in r.message for r in caplog.records) == 1
     with pytest.raises(StoreBusyError):
         maintain.gc(store)
-    other.kill()
-    other.wait()
+    holder_process.kill()
+    holder_process.wait()
     assert store.publish(*segment(hashes(2)))
 
 
 def test_who_waited_in_vain_waits_less_until_the_lock_was_had_again(tmp_path, monkeypatch):
     monkeypatch.setattr(folder, "_LOCK_SECONDS", 0.5)
     monkeypatch.setattr(folder, "_LOCK_SECONDS_AFTERWARDS", 0.01)
-    ours, theirs = open_store(tmp_path), open_store(tmp_path)
+    store, other_store = open_store(tmp_path), open_store(tmp_path)
     waited = []
-    done = threading.Event()
-    held = threading.Event()
+    release = threading.Event()
+    lock_taken = threading.Event()
 
     def hold():
-        with theirs.backend.locked():
-            held.set()
-            done.wait(60)
+        with other_store.backend.locked():
+            lock_taken.set()
+            release.wait(60)
 
     thread = threading.Thread(target=hold)
     thread.start()
-    held.wait(60)
+    lock_taken.wait(60)
     for _ in range(2):
-        with pytest.raises(StoreBusyError, match="not released within") as error, ours.backend.locked():
+        with pytest.raises(StoreBusyError, match="not released within") as error, store.backend.locked():
             pass
         waited.append(str(error.value).split("within ")[1].split(";")[0])
     assert waited == ["0.5 s", "0.01 s"]
-    done.set()
+    release.set()
     thread.join()
-    with ours.backend.locked():
+    with store.backend.locked():
         pass
-    assert ours.backend._lock_seconds == 0.5
+    assert store.backend._lock_seconds == 0.5
 
 
 def test_locks_truncate_no_data(tmp_path):
@@ -583,16 +585,16 @@ def test_the_quota_is_never_exceeded_and_the_least_recently_used_go_first(tmp_pa
     size = du_of_one(tmp_path / "probe")
     limit = 12 * size + 500_000
     store = open_store(tmp_path / "store", quota=limit, high=1.0, low=0.7)
-    made = []
+    segment_ids = []
     for i in range(20):
-        made.append(publish(store, seed=f"s{i}").id)
+        segment_ids.append(publish(store, seed=f"s{i}").id)
         assert du(tmp_path / "store") <= limit
-        store.index.touch([made[0]])  # in use all the time
-    left = store.index.catalogue.ids()
-    assert made[0] in left
-    assert made[-1] in left
-    assert left - {made[0]} == set(made[-(len(left) - 1) :])
-    assert store.counters.snapshot().evicted_segments == 20 - len(left)
+        store.index.touch([segment_ids[0]])  # in use all the time
+    remaining_ids = store.index.catalogue.ids()
+    assert segment_ids[0] in remaining_ids
+    assert segment_ids[-1] in remaining_ids
+    assert remaining_ids - {segment_ids[0]} == set(segment_ids[-(len(remaining_ids) - 1) :])
+    assert store.counters.snapshot().evicted_segments == 20 - len(remaining_ids)
 
 
 def du_of_one(root):
@@ -607,11 +609,11 @@ def test_several_processes_share_one_quota(tmp_path):
 
 def test_a_segment_over_the_whole_quota_is_dropped_and_evicts_nothing(tmp_path):
     store = open_store(tmp_path, quota=1_000_000)
-    kept = publish(store)
+    kept_header = publish(store)
     header, chain, blocks = segment(hashes(100))
     assert not store.publish(header, chain, blocks)
     assert store.counters.snapshot().dropped_writes == 1
-    assert store.index.catalogue.ids() == {kept.id}
+    assert store.index.catalogue.ids() == {kept_header.id}
 
 
 def test_pinned_segments_stay_also_when_the_catalogue_is_lost(tmp_path):
@@ -654,13 +656,13 @@ def test_expired_segments_make_room_before_others(tmp_path):
 
 def test_the_free_space_floor_is_kept(tmp_path, monkeypatch):
     store = open_store(tmp_path, floor=1 << 30)
-    kept = publish(store, seed="kept")
+    kept_header = publish(store, seed="kept")
     real = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: real._replace(free=(1 << 30) - 200_000))
     header, chain, blocks = segment(hashes(4, "too much"))
     assert not store.publish(header, chain, blocks)
     assert store.counters.snapshot().dropped_writes == 1
-    assert store.index.catalogue.ids() == {kept.id}  # giving it up would not have been enough
+    assert store.index.catalogue.ids() == {kept_header.id}  # giving it up would not have been enough
     monkeypatch.setattr(shutil, "disk_usage", lambda _: real._replace(free=(1 << 30) - 100_000))
     assert not store.publish(*segment(hashes(1, "little")))
 
@@ -701,7 +703,7 @@ def test_of_a_damaged_segment_what_stands_before_the_damage_stays_usable(tmp_pat
 @pytest.mark.parametrize("at", ["header", "first block", "last block"])
 def test_verify_changes_nothing_and_repair_removes_what_is_damaged(tmp_path, at):
     store = open_store(tmp_path)
-    whole, header = publish(store, seed="whole"), publish(store, count=6)
+    intact_header, header = publish(store, seed="whole"), publish(store, count=6)
     offset = {"header": 100, "first block": store.reader(header.id).header.blocks.offset, "last block": -4096}[at]
     flip(store.path(header.id), offset)
     before = {name: store.path(name).read_bytes() for name in store.backend.names()}
@@ -714,7 +716,7 @@ def test_verify_changes_nothing_and_repair_removes_what_is_damaged(tmp_path, at)
     assert (list(report.bad), report.removed, report.ok) == ([header.id], [header.id], True)
     report = maintain.verify(store)
     assert (report.bad, report.segments) == ({}, 1)
-    assert store.index.catalogue.ids() == {whole.id}
+    assert store.index.catalogue.ids() == {intact_header.id}
 
 
 def test_repair_leaves_what_only_failed_to_be_read(tmp_path, monkeypatch):
@@ -766,8 +768,8 @@ def test_gc_deletes_what_no_request_can_use_and_nothing_else(tmp_path):
     assert (report.expired, report.damaged) == (1, 1)
     assert report.freed_bytes == before - du(tmp_path / "segments") - du(tmp_path / "tmp")
     assert report.temporary_bytes > 0
-    left = set(store.backend.names())
-    assert left == {good.id, newer.id}  # a newer version's file is not ours to delete
+    names = set(store.backend.names())
+    assert names == {good.id, newer.id}  # a newer version's file is not ours to delete
     assert store.counters.snapshot().newer_files >= 1
 
 
@@ -788,21 +790,21 @@ def test_gc_brings_an_overfull_store_under_its_quota(tmp_path):
 
 def test_gc_evicts_nothing_if_that_would_not_be_enough(tmp_path):
     store = open_store(tmp_path)
-    pinned, other = publish(store, 40, "pinned"), publish(store, 40, "other")
+    pinned, other_header = publish(store, 40, "pinned"), publish(store, 40, "other")
     store.pin([pinned.id])
-    least = store.used_bytes() - store.nbytes_of(other.id)
+    least = store.used_bytes() - store.nbytes_of(other_header.id)
     for quota, evicted in ((least - 1, 0), (least + 100_000, 1)):
         store.limits = Limits(quota, floor=0)
         for report in (maintain.gc(store, dry_run=True), maintain.gc(store)):
             assert (report.evicted, "raise the quota" in report.not_evicted) == (evicted, not evicted)
-        assert store.index.catalogue.ids() == ({pinned.id} if evicted else {pinned.id, other.id})
+        assert store.index.catalogue.ids() == ({pinned.id} if evicted else {pinned.id, other_header.id})
 
 
 def test_a_segment_under_another_name_is_not_believed(tmp_path):
     store = open_store(tmp_path)
     header = publish(store)
-    other = store.path("0" * 32)
-    os.rename(store.path(header.id), other)
+    other_path = store.path("0" * 32)
+    os.rename(store.path(header.id), other_path)
     store.close()
     (tmp_path / "catalogue.sqlite").unlink()
     store = open_store(tmp_path)
@@ -873,22 +875,22 @@ def test_a_damaged_segment_on_a_disk_that_became_read_only_is_hidden(tmp_path, m
 
 
 def test_without_a_shared_catalogue_the_quota_is_kept_by_looking_at_the_files(tmp_path, monkeypatch):
-    ours = open_store(tmp_path)
-    publish(ours)
-    used = ours.used_bytes()
+    store = open_store(tmp_path)
+    publish(store)
+    used_bytes = store.used_bytes()
     monkeypatch.setattr(
         Catalogue, "total_bytes", lambda self: (_ for _ in ()).throw(sqlite3.OperationalError("locked"))
     )
-    assert ours.used_bytes() == used
+    assert store.used_bytes() == used_bytes
 
 
 def test_room_of_segments_that_others_deleted_is_given_back(tmp_path):
-    ours, theirs = open_store(tmp_path), open_store(tmp_path)
-    header = publish(ours)
-    assert ours.reader(header.id) is not None
-    theirs.remove([header.id])
-    publish(ours, seed="b")
-    assert header.id not in ours.readers
+    store, other_store = open_store(tmp_path), open_store(tmp_path)
+    header = publish(store)
+    assert store.reader(header.id) is not None
+    other_store.remove([header.id])
+    publish(store, seed="b")
+    assert header.id not in store.readers
 
 
 def test_looking_for_deleted_segments_takes_little_of_the_time(tmp_path, monkeypatch):
@@ -933,9 +935,9 @@ def test_what_could_not_be_made_durable_is_tried_again(tmp_path, monkeypatch):
 
 def test_a_segment_that_is_evicted_while_others_are_verified_is_not_damaged(tmp_path, monkeypatch):
     store = open_store(tmp_path)
-    gone, stays = publish(store), publish(store, seed="b")
+    deleted_header, stays = publish(store), publish(store, seed="b")
     names = store.backend.names()
-    store.path(gone.id).unlink()
+    store.path(deleted_header.id).unlink()
     monkeypatch.setattr(store.backend, "names", lambda: names)
     report = maintain.verify(store)
     assert (report.ok, report.segments) == (True, 1)

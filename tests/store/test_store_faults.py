@@ -40,7 +40,7 @@ def test_whatever_fails_tokens_are_right_and_what_was_whole_stays(
     limits = {"disk_quota": quota, "free_space_floor": 0}
     with KVStore(root, **limits) as store:
         store.precompute(model, [ids[0] for ids in PROMPTS[:STORED]], progress=False)
-        whole = {row.id for row in store.segments()}
+        segment_ids = {row.id for row in store.segments()}
     faults = Faults(root, seed, share)
     with faults.under_way():
         store = KVStore(root, host_memory=0, **limits)
@@ -56,10 +56,10 @@ def test_whatever_fails_tokens_are_right_and_what_was_whole_stays(
         store.close()
     with KVStore(root, **limits) as store:
         assert store.verify().ok
-        left = {row.id for row in store.segments()}
-        assert left == {path.stem for path in (root / "segments").iterdir()}
-        assert len(whole - left) <= evicted
-        for number in range(STORED if whole <= left else 0):
+        remaining_ids = {row.id for row in store.segments()}
+        assert remaining_ids == {path.stem for path in (root / "segments").iterdir()}
+        assert len(segment_ids - remaining_ids) <= evicted
+        for number in range(STORED if segment_ids <= remaining_ids else 0):
             cache = TieredCache(model, store, record=False)
             assert torch.equal(model.generate(PROMPTS[number], past_key_values=cache, **GREEDY), expected[number])
             assert cache.stats.tokens_restored == 96

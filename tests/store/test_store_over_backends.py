@@ -56,9 +56,9 @@ def logits(model, store, method=None, **options):
     return model(input_ids=IDS, past_key_values=cache, logits_to_keep=1).logits, cache
 
 
-def expected(model, restored):
-    cache = prefilled(model, [kv_of(model, IDS[:, :80])], restored)
-    return model(input_ids=IDS[:, restored:], past_key_values=cache, logits_to_keep=1).logits
+def expected(model, tokens_restored):
+    cache = prefilled(model, [kv_of(model, IDS[:, :80])], tokens_restored)
+    return model(input_ids=IDS[:, tokens_restored:], past_key_values=cache, logits_to_keep=1).logits
 
 
 @pytest.mark.parametrize("options", [{}, {"key": bytes(32)}, {"host_memory": 0}], ids=["plain", "key", "no memory"])

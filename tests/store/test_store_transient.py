@@ -40,14 +40,14 @@ def publish(store, count=4, seed="a", **changes):
 
 
 @contextmanager
-def failing(name, error, where):
-    """Let a system call fail in the body for paths that contain `where`."""
+def failing(name, error, fragment):
+    """Let a system call fail in the body for paths that contain `fragment`."""
     real = getattr(os, name)
 
-    def call(path, *rest, **options):
-        if where in str(path_of(path, options)):
+    def call(path, *args, **options):
+        if fragment in str(path_of(path, options)):
             raise OSError(error, os.strerror(error), str(path))
-        return real(path, *rest, **options)
+        return real(path, *args, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, name, call)
@@ -106,21 +106,21 @@ def test_each_read_error_hides_a_segment_for_twice_as_long(tmp_path, monkeypatch
 
 def test_a_whole_segment_that_took_the_place_of_a_damaged_one_is_kept(tmp_path):
     """Another process has replaced a segment that this process has open and finds damaged."""
-    ours, theirs = open_store(tmp_path), open_store(tmp_path)
+    store, other_store = open_store(tmp_path), open_store(tmp_path)
     header, chain, blocks = segment(hashes(4))
-    assert ours.publish(header, chain, blocks)
-    damaged = ours.reader(header.id)
+    assert store.publish(header, chain, blocks)
+    damaged = store.reader(header.id)
     offset = damaged.header.blocks.offset
-    with open(ours.path(header.id), "r+b") as file:
+    with open(store.path(header.id), "r+b") as file:
         file.seek(offset)
         file.write(b"\x55" * 100)
-    theirs.report(header.id, OSError(errno.EIO, "a bad sector"))
-    assert theirs.publish(header, chain, blocks)
+    other_store.report(header.id, OSError(errno.EIO, "a bad sector"))
+    assert other_store.publish(header, chain, blocks)
     chunk = aligned_bytes(damaged.shape.block_groups[0].block_bytes).view(1, -1)
     with pytest.raises(IntegrityError, match="checksum") as error:
         damaged.read(0, [(0, chunk)]).result()
-    ours.report(header.id, error.value)
-    assert read_back(ours, header.id)
+    store.report(header.id, error.value)
+    assert read_back(store, header.id)
 
 
 def test_files_that_could_not_be_read_at_opening_are_entered_later(tmp_path, monkeypatch):
@@ -138,15 +138,15 @@ def test_files_that_could_not_be_read_at_opening_are_entered_later(tmp_path, mon
 
 def test_open_segments_are_bounded_by_process_and_descriptors(tmp_path, monkeypatch):
     stores = [open_store(tmp_path / str(i)) for i in range(3)]
-    made = [[publish(store, 1, seed=f"s{i}").id for i in range(20)] for store in stores]
+    segment_ids = [[publish(store, 1, seed=f"s{i}").id for i in range(20)] for store in stores]
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    held = len(os.listdir("/proc/self/fd"))
-    limit = 4 * held // 3 + 40  # a quarter fits beside what the process holds, and 30 are over
+    open_files = len(os.listdir("/proc/self/fd"))
+    limit = 4 * open_files // 3 + 40  # a quarter fits beside what the process holds, and 30 are over
     monkeypatch.setattr(segment_module, "_MOST_OPEN_SEGMENTS", 40)  # fewer than there are, however many it holds
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     try:
         for _ in range(2):
-            for store, names in zip(stores, made, strict=True):
+            for store, names in zip(stores, segment_ids, strict=True):
                 assert all(store.reader(name) is not None for name in names)
         assert sum(len(list(store.readers)) for store in stores) <= segment_module.most_open_segments() < limit
         publish(stores[0], seed="room is left to write")
@@ -161,8 +161,8 @@ def test_readers_of_a_closed_store_are_closed(tmp_path):
         read_back(store, publish(store).id)
         store.close()
     gc.collect()
-    held = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
-    assert not [path for path in held if path.startswith(str(tmp_path))]
+    paths = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
+    assert not [path for path in paths if path.startswith(str(tmp_path))]
 
 
 @pytest.mark.parametrize("error", [errno.EIO, errno.EMFILE, errno.EACCES])
@@ -170,10 +170,10 @@ def test_a_folder_that_cannot_be_listed_is_not_empty(tmp_path, error):
     store = open_store(tmp_path, quota=10_000_000)
     headers = {publish(store, seed=seed).id for seed in "abc"}
     with failing("listdir", error, "segments"):
-        other = open_store(tmp_path)
-        maintain.gc(other)
+        other_store = open_store(tmp_path)
+        maintain.gc(other_store)
         with pytest.raises(StoreError, match="cannot be listed"):
-            maintain.verify(other)
+            maintain.verify(other_store)
     assert store.index.catalogue.ids() == headers
     with failing("listdir", error, "pins"), pytest.raises(StoreError, match="pins cannot be listed"):
         maintain.gc(store)
@@ -197,10 +197,10 @@ def test_nothing_opens_a_database_that_is_open(tmp_path, monkeypatch):
     publish(first)
     opened, real = [], os.open
 
-    def noting(path, flags, *rest, **options):
+    def noting(path, flags, *args, **options):
         if "catalogue.sqlite" in str(path) and not str(path).endswith(".lock"):
             opened.append((str(path), flags))
-        return real(path, flags, *rest, **options)
+        return real(path, flags, *args, **options)
 
     monkeypatch.setattr(os, "open", noting)
     with KVStore(tmp_path) as second:
@@ -218,14 +218,14 @@ def test_stores_of_one_folder_share_a_connection_that_the_last_one_closes(tmp_pa
     (tmp_path / "store").rename(tmp_path / "moved")
     stores.append(open_store(tmp_path / "moved"))
     assert len({id(store.index.catalogue) for store in stores}) == 1
-    held = [key for key, shared in database._databases.get().items() if shared is stores[0].index.catalogue]
-    assert len(held) == 1
+    keys = [key for key, shared in database._databases.get().items() if shared is stores[0].index.catalogue]
+    assert len(keys) == 1
     for store in stores[:3]:
         store.close()
     assert stores[3].index.ids() == set()
     assert stores[0].index.ids() is None
     stores[3].close()
-    assert held[0] not in database._databases.get()
+    assert keys[0] not in database._databases.get()
 
 
 @pytest.mark.parametrize("is_deleted", [True, False])
@@ -262,12 +262,12 @@ def test_a_file_is_unknown_though_an_open_store_had_a_catalogue_at_its_path(tmp_
 
 
 def test_no_catalogue_is_created_in_a_folder_that_has_taken_the_path(tmp_path):
-    root, moved = tmp_path / "store", tmp_path / "moved"
+    root, new_root = tmp_path / "store", tmp_path / "moved"
     store = open_store(root)
     publish(store)
-    root.rename(moved)
+    root.rename(new_root)
     root.mkdir()
-    for path in moved.glob("catalogue.sqlite*"):
+    for path in new_root.glob("catalogue.sqlite*"):
         path.unlink()
     assert not store.publish(*segment(hashes(4, "b")))
     assert list(root.iterdir()) == []
@@ -292,14 +292,14 @@ def other_process(root, rounds, limit=10**9):
 
 
 def test_a_process_that_opens_and_closes_leaves_the_log_of_others_alone(tmp_path):
-    ours, again = open_store(tmp_path), open_store(tmp_path)
-    publish(ours)
+    store, again = open_store(tmp_path), open_store(tmp_path)
+    publish(store)
     log = (tmp_path / "catalogue.sqlite-wal").stat().st_ino
     again.close()
     assert other_process(tmp_path, 2).wait(timeout=60) == 0
     assert (tmp_path / "catalogue.sqlite-wal").stat().st_ino == log
-    assert len(ours.index.catalogue.ids()) == 3
-    assert ours.counters.snapshot().catalogue_errors == 0
+    assert len(store.index.catalogue.ids()) == 3
+    assert store.counters.snapshot().catalogue_errors == 0
 
 
 def test_a_forked_child_has_a_connection_of_its_own_and_leaves_its_parents_alone(tmp_path):
@@ -326,8 +326,8 @@ def test_a_forked_child_has_a_connection_of_its_own_and_leaves_its_parents_alone
 @pytest.mark.thin(2)
 def test_a_catalogue_lost_under_open_processes_heals_into_one(tmp_path, how):
     limit = 1_500_000
-    ours = open_store(tmp_path, quota=limit)
-    before = publish(ours, seed="before")
+    store = open_store(tmp_path, quota=limit)
+    before = publish(store, seed="before")
     path = tmp_path / "catalogue.sqlite"
     if how == "garbage":
         with open(path, "r+b") as file:
@@ -338,16 +338,16 @@ def test_a_catalogue_lost_under_open_processes_heals_into_one(tmp_path, how):
     else:
         for suffix in {"all": ("", "-wal", "-shm"), "database": ("",), "log": ("-wal",)}[how]:
             path.with_name(f"{path.name}{suffix}").unlink()
-    other = other_process(tmp_path, 6, limit)
+    process = other_process(tmp_path, 6, limit)
     for i in range(12):
-        assert ours.publish(*segment(hashes(4, f"ours{i}")))
+        assert store.publish(*segment(hashes(4, f"ours{i}")))
         assert sum(p.stat().st_blocks * 512 for p in tmp_path.rglob("*.kv")) <= limit
-    assert other.wait(timeout=60) == 0
+    assert process.wait(timeout=60) == 0
     with KVStore(tmp_path) as fresh:
         assert {row.id for row in fresh.segments()} == {p.stem for p in (tmp_path / "segments").iterdir()}
-        assert ours.index.catalogue.ids() == {row.id for row in fresh.segments()}
-    assert ours.find(hashes(4, "theirs5"))
-    assert ours.path(before.id).exists() == bool(ours.find(hashes(4, "before")))
+        assert store.index.catalogue.ids() == {row.id for row in fresh.segments()}
+    assert store.find(hashes(4, "theirs5"))
+    assert store.path(before.id).exists() == bool(store.find(hashes(4, "before")))
 
 
 def test_the_log_does_not_outgrow_the_room_that_is_left_for_it(tmp_path):
@@ -363,11 +363,11 @@ def test_the_log_does_not_outgrow_the_room_that_is_left_for_it(tmp_path):
         store.index.touch(ids)
     assert log.stat().st_size - before <= quota.CATALOGUE_GROWTH
     reading.close()
-    used = store.index.catalogue.get(ids[0]).used
+    last_use = store.index.catalogue.get(ids[0]).used
     publish(store, seed="more")  # which begins the log anew
     publish(store, seed="and more")
     store.index.touch(ids)
-    assert store.index.catalogue.get(ids[0]).used > used
+    assert store.index.catalogue.get(ids[0]).used > last_use
     assert log.stat().st_size <= quota.CATALOGUE_GROWTH
 
 
@@ -407,10 +407,10 @@ def test_a_catalogue_that_is_still_being_filled_is_not_reckoned_with(tmp_path):
 def test_asking_never_raises_nor_recurses_and_rebuilds_at_most_once(tmp_path, monkeypatch, error):
     store = open_store(tmp_path)
     publish(store)
-    asked, rebuilt, real = [], [], database.Database.rebuild
+    actions, rebuilt, real = [], [], database.Database.rebuild
 
     def run(self, action):
-        asked.append(action)
+        actions.append(action)
         raise error
 
     monkeypatch.setattr(database.Database, "run", run)
@@ -420,7 +420,7 @@ def test_asking_never_raises_nor_recurses_and_rebuilds_at_most_once(tmp_path, mo
         store.index.touch(["x"])
         assert not store.publish(*segment(hashes(2, "new")))
     assert len(rebuilt) == isinstance(error, DatabaseError) - isinstance(error, OperationalError)
-    assert len(asked) < 100
+    assert len(actions) < 100
     monkeypatch.undo()
     store.index.scan()
     assert store.find(hashes(4))
@@ -443,15 +443,15 @@ def test_a_segment_that_the_catalogue_cannot_be_told_of_is_not_stored(tmp_path, 
 
 def test_a_catalogue_that_could_not_be_opened_is_tried_again(tmp_path, monkeypatch):
     monkeypatch.setattr(index, "_REPAIR_SECONDS", 0.0)
-    theirs = open_store(tmp_path)
-    kept = publish(theirs)
+    other_store = open_store(tmp_path)
+    kept_header = publish(other_store)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(database.Database, "shared", lambda *_: (_ for _ in ()).throw(OperationalError("locked")))
         store = open_store(tmp_path)
-        assert [row.id for row in store.find(hashes(4))] == [kept.id]  # reading goes on
+        assert [row.id for row in store.find(hashes(4))] == [kept_header.id]  # reading goes on
         assert not store.publish(*segment(hashes(2, "b")))
-    mine = publish(store, seed="c")
-    assert theirs.index.catalogue.ids() == {kept.id, mine.id}
+    new_header = publish(store, seed="c")
+    assert other_store.index.catalogue.ids() == {kept_header.id, new_header.id}
 
 
 # --- waiting, paths, clocks, memory
@@ -560,15 +560,15 @@ def test_a_quota_that_cannot_be_reckoned_lets_nothing_in(tmp_path):
 
 def test_an_intact_copy_that_is_written_over_an_open_segment_is_served(tmp_path):
     """As by `cp` or `rsync --inplace` from the store of another machine, with the same tokens and other bits."""
-    ours, others = open_store(tmp_path / "ours"), open_store(tmp_path / "others")
+    store, other_store = open_store(tmp_path / "ours"), open_store(tmp_path / "others")
     header, chain, blocks = segment(hashes(4))
-    assert ours.publish(header, chain, blocks)
-    assert others.publish(header, chain, [block ^ 1 for block in segment(hashes(4))[2]])
-    opened = ours.reader(header.id)
-    with open(ours.path(header.id), "r+b") as file:
-        file.write(others.path(header.id).read_bytes())
+    assert store.publish(header, chain, blocks)
+    assert other_store.publish(header, chain, [block ^ 1 for block in segment(hashes(4))[2]])
+    opened = store.reader(header.id)
+    with open(store.path(header.id), "r+b") as file:
+        file.write(other_store.path(header.id).read_bytes())
     with pytest.raises(IntegrityError) as caught:
         opened.read(0, [(0, aligned_bytes(opened.shape.block_groups[0].block_bytes).view(1, -1))]).result()
-    ours.report(header.id, caught.value)
-    assert [row.id for row in ours.find(hashes(4))] == [header.id]
-    assert all(map(torch.equal, read_back(ours, header.id), read_back(others, header.id)))
+    store.report(header.id, caught.value)
+    assert [row.id for row in store.find(hashes(4))] == [header.id]
+    assert all(map(torch.equal, read_back(store, header.id), read_back(other_store, header.id)))

@@ -13,11 +13,11 @@ NAME = SEGMENT[0].id
 @pytest.fixture(params=["another process", "this process", "in memory"])
 def stores(request, tmp_path):
     """Return a store that deletes, and one that stores the segment again."""
-    ours = store_over(MemoryBackend()) if request.param == "in memory" else open_store(tmp_path)
-    theirs = open_store(tmp_path) if request.param == "another process" else ours
-    assert ours.publish(*SEGMENT)
-    assert ours.publish(*segment(hashes(4, "other")))
-    return ours, theirs
+    store = store_over(MemoryBackend()) if request.param == "in memory" else open_store(tmp_path)
+    other_store = open_store(tmp_path) if request.param == "another process" else store
+    assert store.publish(*SEGMENT)
+    assert store.publish(*segment(hashes(4, "other")))
+    return store, other_store
 
 
 def check_listed(stores):
@@ -28,51 +28,51 @@ def check_listed(stores):
 
 def once(store):
     """Return a function that stores the segment when it is first called."""
-    left = [SEGMENT]
-    return lambda *_: left and store.publish(*left.pop())
+    remaining_segments = [SEGMENT]
+    return lambda *_: remaining_segments and store.publish(*remaining_segments.pop())
 
 
 def test_after_its_file_was_deleted(stores):
-    ours, theirs = stores
-    ours.on_gone.append(once(theirs))
-    assert ours.remove([NAME]) == 1
+    store, other_store = stores
+    store.on_gone.append(once(other_store))
+    assert store.remove([NAME]) == 1
     check_listed(stores)
 
 
 def test_after_its_file_was_found_missing(stores, monkeypatch):
-    ours, theirs = stores
-    again, is_own = once(theirs), ours.backend.is_own
+    store, other_store = stores
+    again, is_own = once(other_store), store.backend.is_own
 
     def look(name):
-        found = is_own(name)
+        result = is_own(name)
         again()
-        return found
+        return result
 
-    monkeypatch.setattr(ours.backend, "is_own", look)
-    assert ours.remove([NAME]) == 1
+    monkeypatch.setattr(store.backend, "is_own", look)
+    assert store.remove([NAME]) == 1
     check_listed(stores)
 
 
 def test_while_the_catalogue_is_compared_with_the_files(stores, monkeypatch):
-    ours, theirs = stores
-    again, names = once(theirs), ours.backend.names
+    store, other_store = stores
+    again, names = once(other_store), store.backend.names
 
     def listed():
-        found = names()
+        listing = names()
         again()
-        return found
+        return listing
 
-    ours.backend.delete(NAME)
+    store.backend.delete(NAME)
     with monkeypatch.context() as patch:
-        patch.setattr(ours.backend, "names", listed)
-        ours.index.scan()
+        patch.setattr(store.backend, "names", listed)
+        store.index.scan()
     check_listed(stores)
 
 
 def test_after_it_could_not_be_opened(stores, monkeypatch):
-    ours, theirs = stores
-    again = once(theirs)
-    ours.backend.delete(NAME)
-    monkeypatch.setattr(ours.backend, "is_reachable", lambda: again() or True)
-    assert ours.reader(NAME) is None
+    store, other_store = stores
+    again = once(other_store)
+    store.backend.delete(NAME)
+    monkeypatch.setattr(store.backend, "is_reachable", lambda: again() or True)
+    assert store.reader(NAME) is None
     check_listed(stores)

@@ -60,7 +60,7 @@ def test_a_batch_of_reads_is_resolved_if_the_threads_are_closed(began):
         return size
 
     hanging = [threads.submit(gate.wait, 30) for _ in range(2 - began)]
-    while not all(one.running() for one in hanging):
+    while not all(future.running() for future in hanging):
         time.sleep(0.001)
     batch = in_threads(threads, 2, [1, 2, 3], read)
     assert started.wait(30 * began) == bool(began)
@@ -83,5 +83,5 @@ while not future.running():
     pass
 print("ends")
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout == "ends\n"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert process.stdout == "ends\n"

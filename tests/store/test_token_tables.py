@@ -33,15 +33,15 @@ from hf_tiered_cache.store.relayout import join_segments
 from hf_tiered_cache.store.shape import IN_ORDER, NOT_HELD, SegmentShape, TokenTables
 
 
-def tables_of(held, tokens):
+def tables_of(token_sets, tokens):
     """Create tables from the tokens of each KV cache group: int64 `[n]`, by slot; None for all in order."""
     rows, of_group = [], []
-    for one in held:
-        if one is None:
+    for token_set in token_sets:
+        if token_set is None:
             of_group.append(IN_ORDER)
             continue
         row = np.full(tokens, NOT_HELD, np.uint32)
-        row[one] = np.arange(len(one))
+        row[token_set] = np.arange(len(token_set))
         of_group.append(len(rows))
         rows.append(row)
     slots = np.stack(rows) if rows else np.empty((0, tokens), np.uint32)
@@ -58,8 +58,8 @@ def drawn(groups, tokens, seed):
 def hold_part(store, row, held_of):
     """Replace a segment by one whose block groups hold what `held_of` says of them: int64 `[n]` tokens, by slot."""
     reader = store._storage.disk.reader(row.id)
-    held = [held_of(group) for group in reader.shape.block_groups]
-    assert store._storage.rewriter._replace(row.id, reader.shape.geometry, tables_of(held, reader.shape.tokens))
+    token_sets = [held_of(group) for group in reader.shape.block_groups]
+    assert store._storage.rewriter._replace(row.id, reader.shape.geometry, tables_of(token_sets, reader.shape.tokens))
 
 
 @pytest.fixture(scope="module")
@@ -75,33 +75,33 @@ def test_what_is_held_is_read_and_nothing_else_is_stored(tmp_path_factory, befor
     store = open_store(tmp_path_factory.mktemp("store"), cipher=StoreCipher(bytes(32)) if sealed else None)
     header, chain, blocks = segment(hashes(count), geometry=before)
     assert store.publish(header, chain, blocks)
-    whole = store.reader(header.id)
-    expected = tensors(whole, read_back(store, header.id))
+    full_reader = store.reader(header.id)
+    expected = tensors(full_reader, read_back(store, header.id))
     groups = block_groups(LAYOUT, after)
-    held = drawn(groups, 16 * count, seed)
-    new_header, new_chain, new_blocks = join_segments([whole], after, tables_of(held, 16 * count))
+    token_sets = drawn(groups, 16 * count, seed)
+    new_header, new_chain, new_blocks = join_segments([full_reader], after, tables_of(token_sets, 16 * count))
     assert store.publish(new_header, new_chain, new_blocks)
     reader = store.reader(new_header.id)
     shape = reader.shape
     assert maintain.verify(store).ok
-    sizes = [16 * count if one is None else len(one) for one in held]
+    sizes = [16 * count if token_set is None else len(token_set) for token_set in token_sets]
     chunks = [-(-size // after.chunk_tokens) for size in sizes]
-    assert [len(blocks) for blocks in read_back(store, reader.id)] == chunks == [len(one) for one in reader.digests]
+    assert [len(blocks) for blocks in read_back(store, reader.id)] == chunks == [len(table) for table in reader.digests]
     assert shape.blocks_bytes == sum(n * group.block_bytes for n, group in zip(chunks, groups, strict=True))
-    held = [np.arange(16 * count) if one is None else one for one in held]
-    common = set(range(16 * count)).intersection(*(one.tolist() for one in held))
+    token_sets = [np.arange(16 * count) if token_set is None else token_set for token_set in token_sets]
+    common = set(range(16 * count)).intersection(*(token_set.tolist() for token_set in token_sets))
     first_gap = next((token for token in range(16 * count) if token not in common), 16 * count)
     assert shape.whole_hashes == first_gap // 16 and shape.whole == (first_gap == 16 * count)
-    for group, one, memory in zip(groups, held, read_back(store, reader.id), strict=True):
-        assert shape.tokens_in(group) == len(one) and shape.tokens_by_slot(group).tolist() == one.tolist()
-        missing = np.setdiff1d(np.arange(16 * count), one)
+    for group, token_set, memory in zip(groups, token_sets, read_back(store, reader.id), strict=True):
+        assert shape.tokens_in(group) == len(token_set) and shape.tokens_by_slot(group).tolist() == token_set.tolist()
+        missing = np.setdiff1d(np.arange(16 * count), token_set)
         if len(missing):
             with pytest.raises(ValueError, match="part of its tokens"):
                 shape.chunks_of(group, missing[-1:])
         for part in group.parts:
-            found = shape.unpack(memory, group, part).view(torch.int32)  # NaN among them
+            content = shape.unpack(memory, group, part).view(torch.int32)  # NaN among them
             right = expected[part.layer, part.tensor][part.first_head : part.first_head + part.heads]
-            assert torch.equal(found[:, one], right[:, one]) and not found[:, missing].any()
+            assert torch.equal(content[:, token_set], right[:, token_set]) and not content[:, missing].any()
     if not shape.held.all():  # an index can be made again
         with pytest.raises(ValueError, match="part of its tokens"):
             join_segments([reader], before)
@@ -113,13 +113,13 @@ def in_part(tmp_path_factory):
     store = open_store(tmp_path_factory.mktemp("part"))
     header, chain, blocks = segment(hashes(4), geometry=Geometry(16, 1))
     assert store.publish(header, chain, blocks)
-    held = [np.arange(64), np.arange(63, -1, -1), np.arange(16, 64), None, np.arange(0)]
-    made = join_segments([store.reader(header.id)], Geometry(16, 1), tables_of(held, 64))
-    assert store.publish(*made)
+    token_sets = [np.arange(64), np.arange(63, -1, -1), np.arange(16, 64), None, np.arange(0)]
+    part_segment = join_segments([store.reader(header.id)], Geometry(16, 1), tables_of(token_sets, 64))
+    assert store.publish(*part_segment)
     store.remove([header.id])
-    whole = store.path(made[0].id).read_bytes()
+    content = store.path(part_segment[0].id).read_bytes()
     store.close()
-    return store.backend.root, made[0].id, whole
+    return store.backend.root, part_segment[0].id, content
 
 
 @settings(max_examples=settings.default.max_examples // 2)
@@ -129,11 +129,11 @@ def test_any_value_anywhere_in_the_header_is_a_counted_miss(in_part, data):
         way = data.draw(st.sampled_from(list(places(page))))
         put_value(page, way, data.draw(st.sampled_from(ODD) | st.sampled_from([4096, 8192, 1 << 20])))
 
-    root, name, whole = in_part
-    store = open_forged(root, name, whole, put)
+    root, name, content = in_part
+    store = open_forged(root, name, content, put)
     if store.find(hashes(4)):
         reader = store.reader(name)
-        assert [len(one) for one in reader.digests] == [4, 4, 3, 4, 0]
+        assert [len(table) for table in reader.digests] == [4, 4, 3, 4, 0]
         read_back(store, name)
     else:
         assert_counted(store, name)
@@ -144,13 +144,13 @@ def test_any_value_anywhere_in_the_header_is_a_counted_miss(in_part, data):
 @given(st.integers(0, 5 + 4 * 64), st.sampled_from([0, 1, 3, 5, 63, 64, 2**31, 2**32 - 1]))
 def test_tables_that_say_something_else_are_refused_or_are_tables(in_part, number, value):
     """Checksums are right: only permutations that fit the file are read."""
-    root, name, whole = in_part
+    root, name, content = in_part
     path = root / "segments" / f"{name}.kv"
-    header, _ = decode_header(whole[:HEADER_BYTES])
-    data = bytearray(whole)
+    header, _ = decode_header(content[:HEADER_BYTES])
+    data = bytearray(content)
     struct.pack_into("<I", data, header.tables.offset + 4 * number, value)
     forge_section(path, "tables", data)
-    if bytes(data) == whole:
+    if bytes(data) == content:
         return
     try:
         head = read_file(path)
@@ -176,13 +176,13 @@ def test_a_prefix_is_restored_up_to_the_first_token_that_a_group_lacks(tmp_path,
         (row,) = store.segments()
         hold_part(store, row, lambda group: np.arange(64) if group.index % 2 else np.random.permutation(96))
         (row,) = store.segments()
-        found, cache = ask(model, store, question(ids), method)
+        output, cache = ask(model, store, question(ids), method)
         assert cache.stats.tokens_restored == 64
         if method is None:
-            assert torch.equal(found.sequences, expected.sequences)
+            assert torch.equal(output.sequences, expected.sequences)
         assert store.lookup(model, ids, method=method).stored == 64
         assert store.relayout(Geometry(32, 1), progress=False) == 0
-        assert [one.id for one in store.segments()] == [row.id]
+        assert [segment_row.id for segment_row in store.segments()] == [row.id]
 
 
 def test_of_two_the_whole_one_is_restored(model, tmp_path):
@@ -196,8 +196,8 @@ def test_of_two_the_whole_one_is_restored(model, tmp_path):
         lacking = tables_of([np.arange(16, 192) for _ in reader.shape.block_groups], 192)
         assert disk.publish(*join_segments([reader], reader.shape.geometry, lacking))
         assert len(store.segments()) == 2
-        found, cache = ask(model, store, question(ids), None)
-        assert_same(found, expected)
+        output, cache = ask(model, store, question(ids), None)
+        assert_same(output, expected)
         assert cache.stats.tokens_restored == 192
 
 
@@ -208,8 +208,8 @@ def test_why_nothing_is_restored_of_what_has_no_front(model, tmp_path):
         (row,) = store.segments()
         hold_part(store, row, lambda group: np.arange(16, row.tokens))
         expected = model.generate(question(ids), past_key_values=DynamicCache(), max_new_tokens=4, do_sample=False)
-        found, cache = ask(model, store, question(ids), None)
-        assert torch.equal(found.sequences[:, : expected.shape[1]], expected)
+        output, cache = ask(model, store, question(ids), None)
+        assert torch.equal(output.sequences[:, : expected.shape[1]], expected)
         assert (cache.stats.tokens_restored, cache.stats.reason) == (0, IN_PART)
         assert store.lookup(model, ids).reason == IN_PART
 
@@ -241,7 +241,7 @@ class ComputesUnstored(Method):
 
     def positions_to_compute(self, context):
         suffix = context.suffix_positions()
-        return tuple(np.union1d(np.arange(front), one) for front, one in zip(self.unstored, suffix, strict=True))
+        return tuple(np.union1d(np.arange(front), tokens) for front, tokens in zip(self.unstored, suffix, strict=True))
 
 
 def test_a_front_that_is_not_stored_is_computed_and_the_rest_is_restored(model, tmp_path):
@@ -252,9 +252,9 @@ def test_a_front_that_is_not_stored_is_computed_and_the_rest_is_restored(model, 
         (row,) = store.segments()
         hold_part(store, row, lambda group: np.arange(fronts[group.layers[0]], row.tokens))
         full = model.generate(question(ids), past_key_values=DynamicCache(), **GREEDY)
-        found, cache = ask(model, store, question(ids), ComputesUnstored(unstored=fronts))
-        assert torch.equal(found.sequences, full.sequences)
-        for a, b in zip(found.logits, full.logits, strict=True):
+        output, cache = ask(model, store, question(ids), ComputesUnstored(unstored=fronts))
+        assert torch.equal(output.sequences, full.sequences)
+        for a, b in zip(output.logits, full.logits, strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=1e-4 * float(b.abs().max()))
         (row,) = store.segments()
         shape = store._storage.disk.reader(row.id).shape
