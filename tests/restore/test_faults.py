@@ -378,9 +378,9 @@ def test_without_verification_a_flipped_bit_is_served(model, root):
         overwrite(path, reader.header.blocks.offset + chunk * reader.shape.block_groups[0].block_bytes, b"\x42" * 2000)
     with KVStore(root, verify=False) as store:
         cache = TieredCache(model, store, record=False)
-        ours = model.generate(IDS, past_key_values=cache, **GREEDY)
+        output = model.generate(IDS, past_key_values=cache, **GREEDY)
         assert cache.stats.tokens_restored == 144
-        assert not torch.allclose(ours.logits[0], model(IDS).logits[:, -1], atol=1e-3)
+        assert not torch.allclose(output.logits[0], model(IDS).logits[:, -1], atol=1e-3)
 
 
 def test_an_error_in_the_model_leaves_the_cache_as_it_was(model, root):
@@ -392,8 +392,8 @@ def test_an_error_in_the_model_leaves_the_cache_as_it_was(model, root):
             model.generate(IDS, past_key_values=cache, **GREEDY)
         broken.remove()
         assert cache.get_seq_length() == 0
-        ours = model.generate(IDS, past_key_values=cache, **GREEDY)
-        assert torch.equal(ours.sequences, model.generate(IDS, **GREEDY).sequences)
+        output = model.generate(IDS, past_key_values=cache, **GREEDY)
+        assert torch.equal(output.sequences, model.generate(IDS, **GREEDY).sequences)
         assert not any(pool.pins.any() for pool in store._storage.residency.host._pools.values())
 
 
@@ -424,10 +424,10 @@ def test_a_store_closed_under_a_pass_does_not_fail_it(model, root, monkeypatch):
         store.precompute(model, ids, progress=False)
     store = KVStore(root)
     cache = TieredCache(model, store, record=False)
-    read = type(store._storage.disk).reader
+    open_reader = type(store._storage.disk).reader
 
     def close_first(disk, segment_id):
-        reader = read(disk, segment_id)
+        reader = open_reader(disk, segment_id)
         store.close()
         return reader
 
@@ -450,9 +450,9 @@ def test_a_layout_of_other_heads_is_a_miss_though_every_checksum_is_right(tmp_pa
     ids = torch.cat([prompt(20, seed=3), IDS], dim=1) if passage else IDS
     with KVStore(root) as store:
         cache = TieredCache(model, store, method=method, record=False)
-        ours = model.generate(ids, past_key_values=cache, **GREEDY)
+        output = model.generate(ids, past_key_values=cache, **GREEDY)
         stats = store.stats
-    theirs = model.generate(ids, **GREEDY)
-    assert torch.equal(ours.sequences, theirs.sequences)
+    reference_output = model.generate(ids, **GREEDY)
+    assert torch.equal(output.sequences, reference_output.sequences)
     assert cache.stats.tokens_restored == 0 and cache.stats.reason
     assert stats.read_errors + stats.damaged_files + stats.verification_failures > 0

@@ -74,32 +74,32 @@ def test_what_is_picked_is_what_was_packed(geometry, tokens, ordered, slabs, set
     segments = [made(tokens, geometry, ordered, seed + i) for i in range(2)]
     count = int(random.integers(1, tokens + 1))
     # of each segment and head so many tokens, side by side behind those of the first
-    wanted = [[np.sort(random.permutation(tokens)[:count]) for _ in range(HEADS if sets else 1)] for _ in segments]
+    picks = [[np.sort(random.permutation(tokens)[:count]) for _ in range(HEADS if sets else 1)] for _ in segments]
     if random.random() < 0.5:
-        wanted = [[np.arange(tokens - count, tokens) for _ in one] for one in wanted]
+        picks = [[np.arange(tokens - count, tokens) for _ in pick] for pick in picks]
     for number, block_group in enumerate(segments[0][0].block_groups):
         gather = Gather(segments[0][0], block_group)
-        for at, ((shape, _, memory), one) in enumerate(zip(segments, wanted, strict=True)):
-            chunks = shape.chunks_of(block_group, np.unique(np.concatenate(one)))
+        for at, ((shape, _, memory), pick) in enumerate(zip(segments, picks, strict=True)):
+            chunks = shape.chunks_of(block_group, np.unique(np.concatenate(pick)))
             if slabs:
                 blocks = scattered(memory[number], chunks, slabs, random)
             else:
                 blocks = Blocks.alone(chunks, memory[number][chunks])
             if not sets:
-                gather.add(shape, blocks, one[0], np.arange(count) + at * count)
+                gather.add(shape, blocks, pick[0], np.arange(count) + at * count)
             for head in heads_of(block_group) if sets else ():
-                gather.add(shape, blocks, one[head], np.arange(count) + at * count, head)
+                gather.add(shape, blocks, pick[head], np.arange(count) + at * count, head)
         for part in block_group.parts:
             target = torch.full((HEADS, 2 * count, DIM), -1.0)
             gather.copy(part, target)
             for head in range(part.first_head, part.first_head + part.heads):
                 expected = [
-                    kv[part.tensor][part.layer, head, one[head if sets else 0]]
-                    for (_, kv, _), one in zip(segments, wanted, strict=True)
+                    kv[part.tensor][part.layer, head, pick[head if sets else 0]]
+                    for (_, kv, _), pick in zip(segments, picks, strict=True)
                 ]
                 assert torch.equal(target[head], torch.cat(expected))
-            others = [head for head in range(HEADS) if not 0 <= head - part.first_head < part.heads]
-            assert bool((target[others] == -1).all())
+            other_heads = [head for head in range(HEADS) if not 0 <= head - part.first_head < part.heads]
+            assert bool((target[other_heads] == -1).all())
 
 
 @pytest.mark.parametrize("ordered", [False, True])
@@ -114,8 +114,8 @@ def test_one_gather_copies_the_single_heads_of_a_layer(ordered):
     groups = [group for group in shape.block_groups if group.layers == (1,)]
     gather, chunks = Gather(shape, groups[0]), np.arange(5)
     slab = torch.zeros(len(groups) * len(chunks), groups[0].block_bytes, dtype=torch.uint8)
-    wanted = [np.sort(random.permutation(40)[:11]) for _ in groups]
-    for head, (group, tokens) in enumerate(zip(groups, wanted, strict=True)):
+    picks = [np.sort(random.permutation(40)[:11]) for _ in groups]
+    for head, (group, tokens) in enumerate(zip(groups, picks, strict=True)):
         slots = head * len(chunks) + random.permutation(len(chunks))
         memory = torch.zeros(len(chunks), group.block_bytes, dtype=torch.uint8)
         for part in group.parts:
@@ -126,7 +126,7 @@ def test_one_gather_copies_the_single_heads_of_a_layer(ordered):
     for part in groups[0].parts:
         target = torch.full((HEADS, 11, DIM), -1.0)
         gather.copy(part, target)
-        assert all(torch.equal(target[head], kv[part.tensor][head, tokens]) for head, tokens in enumerate(wanted))
+        assert all(torch.equal(target[head], kv[part.tensor][head, tokens]) for head, tokens in enumerate(picks))
     assert len(gather._picked) == 1  # one copy of each tensor
 
 
@@ -146,10 +146,10 @@ def test_more_runs_take_no_more_steps(sets):
     geometry, steps = Geometry(4, 1), []
     for chunks in (16, 128):
         shape, _, block_groups = made(chunks * 4, geometry, False, 0)
-        held = np.arange(0, chunks, 2)
-        tokens = (held[:, None] * 4 + np.arange(3)).ravel()
+        fetched_chunks = np.arange(0, chunks, 2)
+        tokens = (fetched_chunks[:, None] * 4 + np.arange(3)).ravel()
         gather = Gather(shape, shape.block_groups[0])
-        blocks = Blocks(held, (block_groups[0],), np.zeros(len(held), np.int64), held)
+        blocks = Blocks(fetched_chunks, (block_groups[0],), np.zeros(len(fetched_chunks), np.int64), fetched_chunks)
         for head in range(sets):
             gather.add(shape, blocks, tokens, np.arange(len(tokens)), head if sets > 1 else -1)
         target = torch.empty(HEADS, len(tokens), DIM)
@@ -176,25 +176,25 @@ def test_chunks_that_are_blocks_are_copied_whole(slabs, chunks, seed):
     """They contain all heads of two segments at one layer, in any slots."""
     random, layer = np.random.default_rng(seed), int(seed % LAYERS)
     segments = [made(chunks * 8, Geometry(8, 1, 1), False, seed + i) for i in range(2)]
-    wanted, expected = [], []
+    requests, expected = [], []
     for shape, kv, memory in segments:
         for group in shape.block_groups:
             if layer in group.layers:
                 assert shape.has_chunks_of(group, 8)
-                some = np.sort(random.permutation(chunks)[: random.integers(1, chunks + 1)])
-                blocks = scattered(memory[group.index], some, slabs, random)
-                asked = random.permutation(some)
-                wanted.append((blocks, asked, len(expected) + np.arange(len(asked))))
+                held_chunks = np.sort(random.permutation(chunks)[: random.integers(1, chunks + 1)])
+                blocks = scattered(memory[group.index], held_chunks, slabs, random)
+                requested_chunks = random.permutation(held_chunks)
+                requests.append((blocks, requested_chunks, len(expected) + np.arange(len(requested_chunks))))
                 head = group.parts[0].first_head
                 expected += [
                     tuple(kv[name][layer, head, chunk * 8 : chunk * 8 + 8] for name in ("key", "value"))
-                    for chunk in asked
+                    for chunk in requested_chunks
                 ]
-    *found, order = gather_chunks(segments[0][0], segments[0][0].block_groups[0], wanted)
+    *tensors, order = gather_chunks(segments[0][0], segments[0][0].block_groups[0], requests)
     assert sorted(order) == list(range(len(expected)))
-    for tensor, ours in enumerate(found):
-        assert torch.equal(ours, torch.stack([expected[number][tensor] for number in order]))
-    lacking = [(wanted[0][0], np.array([chunks]), np.array([0]))]
+    for tensor, output in enumerate(tensors):
+        assert torch.equal(output, torch.stack([expected[number][tensor] for number in order]))
+    lacking = [(requests[0][0], np.array([chunks]), np.array([0]))]
     with pytest.raises(LookupError, match="not fetched"):
         gather_chunks(segments[0][0], segments[0][0].block_groups[0], lacking)
 
@@ -225,40 +225,40 @@ def test_bytes_are_counted_once_for_each_token_head_and_layer(geometry, tokens, 
     random = np.random.default_rng(seed)
     shape, _, _ = made(tokens, geometry, ordered, seed)
     for group in shape.block_groups:
-        unit, used = FetchUnit(Read(shape), group), np.zeros((LAYERS, HEADS, tokens), bool)
+        unit, is_used = FetchUnit(Read(shape), group), np.zeros((LAYERS, HEADS, tokens), bool)
         for _ in range(int(random.integers(0, 4))):
             layers = [layer for layer in group.layers if random.random() < 0.7]
             sets = [np.flatnonzero(random.random(tokens) < 0.3) for _ in range(random.choice([1, HEADS]))]
             unit.use(layers, sets)
             for head in range(HEADS):
-                used[np.ix_(layers, [head], sets[head % len(sets)])] = True
+                is_used[np.ix_(layers, [head], sets[head % len(sets)])] = True
         chunks = np.flatnonzero(random.random(shape.chunks_in(group)) < 0.5)
         inside = np.isin(shape.slot_of_token(group, np.arange(tokens)) // geometry.chunk_tokens, chunks)
-        each = sum(
-            int((used[part.layer, part.first_head : part.first_head + part.heads] & inside).sum()) * DIM * 4
+        expected = sum(
+            int((is_used[part.layer, part.first_head : part.first_head + part.heads] & inside).sum()) * DIM * 4
             for part in group.parts
         )
-        assert unit.bytes_used(chunks) == each
-        assert unit.tokens_used().tolist() == np.flatnonzero(used.any((0, 1))).tolist()
+        assert unit.bytes_used(chunks) == expected
+        assert unit.tokens_used().tolist() == np.flatnonzero(is_used.any((0, 1))).tolist()
 
 
 @given(first=st.integers(0, 69), seed=st.integers(0, 1000), split=st.booleans())
 def test_what_is_held_from_a_token_on_is_copied_in_runs(first, seed, split):
     """Tokens in order are copied in runs, although slots do not have the tokens' numbers."""
-    whole, kv, _ = made(70, Geometry(16, 1, split_kv=split), False, seed)
-    shape = SegmentShape(LAYOUT, whole.geometry, 70, TokenTables.by_pairs([first, 0, 70], {}, whole.block_groups, 70))
+    plain, kv, _ = made(70, Geometry(16, 1, split_kv=split), False, seed)
+    shape = SegmentShape(LAYOUT, plain.geometry, 70, TokenTables.by_pairs([first, 0, 70], {}, plain.block_groups, 70))
     for block_group in shape.block_groups:
-        held = shape.tokens_by_slot(block_group)
+        tokens = shape.tokens_by_slot(block_group)
         blocks = torch.zeros(shape.chunks_in(block_group), block_group.block_bytes, dtype=torch.uint8)
         for part in block_group.parts:
             shape.pack(blocks, block_group, part, kv[part.tensor][part.layer])
         random = np.random.default_rng(seed)
-        wanted = held[int(random.integers(0, len(held))) :] if len(held) else held
+        tail = tokens[int(random.integers(0, len(tokens))) :] if len(tokens) else tokens
         gather = Gather(shape, block_group)
-        chunks = shape.chunks_of(block_group, wanted)
-        gather.add(shape, Blocks.alone(chunks, blocks[chunks]), wanted, np.arange(len(wanted)) + 3)
+        chunks = shape.chunks_of(block_group, tail)
+        gather.add(shape, Blocks.alone(chunks, blocks[chunks]), tail, np.arange(len(tail)) + 3)
         assert not gather._added
         for part in block_group.parts:
-            target = torch.full((HEADS, len(wanted) + 3, DIM), -1.0)
+            target = torch.full((HEADS, len(tail) + 3, DIM), -1.0)
             gather.copy(part, target)
-            assert torch.equal(target[:, 3:], kv[part.tensor][part.layer][:, wanted]) and (target[:, :3] == -1).all()
+            assert torch.equal(target[:, 3:], kv[part.tensor][part.layer][:, tail]) and (target[:, :3] == -1).all()

@@ -54,14 +54,14 @@ def test_prefix_hashes_are_equal_exactly_as_far_as_tokens_are(a, b):
 
 @given(words, words, st.integers(0, HASH_TOKENS - 1))
 def test_hashing_goes_on_from_any_prefix_hash_and_leaves_a_ragged_end_out(a, b, ragged):
-    whole = HASHER.hashes(np.concatenate([tokens(a + b), np.zeros(ragged, np.int64)]))
+    all_hashes = HASHER.hashes(np.concatenate([tokens(a + b), np.zeros(ragged, np.int64)]))
     first = HASHER.hashes(tokens(a))
-    rest = HASHER.hashes(tokens(b), first[-1] if first else None)
-    assert whole == first + rest
+    more_hashes = HASHER.hashes(tokens(b), first[-1] if first else None)
+    assert all_hashes == first + more_hashes
 
 
 @pytest.mark.parametrize(
-    "other",
+    "other_hasher",
     [
         PrefixHasher(("other", "exact", "")),
         PrefixHasher(("model", "approximate", "")),
@@ -69,9 +69,9 @@ def test_hashing_goes_on_from_any_prefix_hash_and_leaves_a_ragged_end_out(a, b, 
         PrefixHasher(("model", "exact", ""), "salt"),
     ],
 )
-def test_chains_of_other_models_methods_regimes_and_salts_share_nothing(other):
+def test_chains_of_other_models_methods_regimes_and_salts_share_nothing(other_hasher):
     ids = tokens([0, 1, 1])
-    assert not set(HASHER.hashes(ids)) & set(other.hashes(ids))
+    assert not set(HASHER.hashes(ids)) & set(other_hasher.hashes(ids))
 
 
 def test_every_prefix_hash_is_keyed_by_the_salt():
@@ -116,10 +116,10 @@ def test_the_longest_prefix_is_found(prompt, stored):
     """Segments are cut from random sequences at random places, some damaged behind some prefix hash."""
     hashes = HASHER.hashes(tokens(prompt))
     rows = []
-    for number, (word, cut, usable) in enumerate(stored):
-        mine = HASHER.hashes(tokens(word))[cut:]
-        if mine:
-            rows.append(row(number, mine, min(usable, len(mine))))
+    for number, (word, offset, usable) in enumerate(stored):
+        word_hashes = HASHER.hashes(tokens(word))[offset:]
+        if word_hashes:
+            rows.append(row(number, word_hashes, min(usable, len(word_hashes))))
     runs = longest_prefix(hashes, [r for r in rows if r.first in hashes and r.valid_hashes])
     at = 0
     for run in runs:
@@ -131,12 +131,12 @@ def test_the_longest_prefix_is_found(prompt, stored):
 
 
 def test_a_tree_of_prompts_shares_its_trunk():
-    trunk, left, right = [0, 1, 0], [1, 1], [0, 0, 0]
+    trunk, left_branch, right_branch = [0, 1, 0], [1, 1], [0, 0, 0]
     rows = [
-        row(0, HASHER.hashes(tokens(trunk + left))),
-        row(1, HASHER.hashes(tokens(trunk + right))[3:]),  # stored when the trunk was there
+        row(0, HASHER.hashes(tokens(trunk + left_branch))),
+        row(1, HASHER.hashes(tokens(trunk + right_branch))[3:]),  # stored when the trunk was there
     ]
-    runs = longest_prefix(HASHER.hashes(tokens([*trunk, *right, 1])), rows)
+    runs = longest_prefix(HASHER.hashes(tokens([*trunk, *right_branch, 1])), rows)
     assert [(run.row.id, run.start, run.num_hashes) for run in runs] == [("0", 0, 3), ("1", 3, 3)]
 
 
@@ -185,8 +185,8 @@ def test_a_history_knows_its_tokens_and_prefix_hashes_through_everything(steps, 
     for r in range(3):
         row_ids = rectangle[r].numpy()
         assert history.prefix_hashes(r) == HASHER.hashes(row_ids[offsets[r] :])
-        whole = np.concatenate([row_ids, more])[offsets[r] :]
-        assert history.prefix_hashes_of(r, whole) == HASHER.hashes(whole)
+        row_tokens = np.concatenate([row_ids, more])[offsets[r] :]
+        assert history.prefix_hashes_of(r, row_tokens) == HASHER.hashes(row_tokens)
 
 
 def test_a_forked_history_goes_its_own_way():

@@ -59,9 +59,9 @@ def ask(model, store, method=None, record=True, new=6):
     return model.generate(IDS, past_key_values=cache, **GREEDY | {"max_new_tokens": new}), cache
 
 
-def same(ours, theirs):
-    assert torch.equal(ours.sequences, theirs.sequences)
-    for a, b in zip(ours.logits, theirs.logits, strict=True):
+def same(output, expected):
+    assert torch.equal(output.sequences, expected.sequences)
+    for a, b in zip(output.logits, expected.logits, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
 
 
@@ -110,8 +110,8 @@ def test_a_pass_over_a_damaged_block_is_undone_and_planned_again(model, tmp_path
         monkeypatch.setattr(
             store._storage.writer, "submit", lambda pending, wait=True: submitted.append(kv_in(pending))
         )
-        ours, cache = ask(model, store)
-        same(ours, model.generate(IDS, **GREEDY))
+        output, cache = ask(model, store)
+        same(output, model.generate(IDS, **GREEDY))
         details = cache.stats.details
         assert (details.verification_failures, details.recomputed) == (1, 1)
         assert cache.stats.tokens_restored == 16 * chunk
@@ -126,8 +126,8 @@ def kv_in(pending):
 
 
 def test_an_error_that_damage_has_led_to_is_not_the_users(model, tmp_path, monkeypatch):
-    def restore(prefetch, plan, layer, kind, dtype, keys, values, *rest, real=dense_module.restore_layer):
-        real(prefetch, plan, layer, kind, dtype, keys, values, *rest)
+    def restore(prefetch, plan, layer, kind, dtype, keys, values, *args, real=dense_module.restore_layer):
+        real(prefetch, plan, layer, kind, dtype, keys, values, *args)
         if max(tensor[:, :, : plan.suffix].abs().max() for tensor in (keys, values)) > 20:
             raise ValueError("the model cannot stand this")
 
@@ -136,9 +136,9 @@ def test_an_error_that_damage_has_led_to_is_not_the_users(model, tmp_path, monke
     store, _ = with_device(monkeypatch, tmp_path)
     with store:
         damage(store, 1, 4)
-        ours, cache = ask(model, store, record=False)
+        output, cache = ask(model, store, record=False)
         assert (cache.stats.details.verification_failures, cache.stats.tokens_restored) == (1, 64)
-    same(ours, model.generate(IDS, **GREEDY))
+    same(output, model.generate(IDS, **GREEDY))
 
 
 def test_without_checks_the_same_damage_is_seen_by_nobody_and_spoils_the_answer(model, tmp_path, monkeypatch):
@@ -147,9 +147,9 @@ def test_without_checks_the_same_damage_is_seen_by_nobody_and_spoils_the_answer(
     store, stream = with_device(monkeypatch, tmp_path, verify=False)
     with store:
         damage(store, 0, 7)
-        ours, cache = ask(model, store, record=False)
+        output, cache = ask(model, store, record=False)
         assert (cache.stats.details.verification_failures, stream.waits["MainThread"]) == (0, 0)
-        assert (ours.logits[0] - model.generate(IDS, **GREEDY).logits[0]).abs().max() > 1e-3
+        assert (output.logits[0] - model.generate(IDS, **GREEDY).logits[0]).abs().max() > 1e-3
 
 
 CHOOSING = {
@@ -160,8 +160,8 @@ CHOOSING = {
 }
 
 
-@pytest.mark.parametrize(("name", "where"), pairs(CHOOSING, [0, -1]))
-def test_a_choice_is_never_made_from_damaged_keys(model, tmp_path, monkeypatch, name, where):
+@pytest.mark.parametrize(("name", "block_group"), pairs(CHOOSING, [0, -1]))
+def test_a_choice_is_never_made_from_damaged_keys(model, tmp_path, monkeypatch, name, block_group):
     """Answers and reports are the same whether the host or the device checks."""
     results, method = [], CHOOSING[name]
     for direct in (False, True):
@@ -170,17 +170,17 @@ def test_a_choice_is_never_made_from_damaged_keys(model, tmp_path, monkeypatch, 
         with monkeypatch.context() as patched:
             store = with_device(patched, path)[0] if direct else KVStore(path, engine="posix")
             with store:
-                damage(store, where, first=1)
+                damage(store, block_group, first=1)
                 store._storage.disk.sidecars.remove([row.id for row in store.segments()])  # a kept index is whole
                 for _ in range(2):
-                    ours, cache = ask(model, store, method, record=False)
-                    results.append((ours, cache.stats.tokens_restored, cache.stats.details.verification_failures))
+                    output, cache = ask(model, store, method, record=False)
+                    results.append((output, cache.stats.tokens_restored, cache.stats.details.verification_failures))
                     for keys in store._storage.residency.index_cache._keys.values():
                         assert keys.scales.max() < 20 / 127
     half = len(results) // 2
-    for (ours, *counts), (theirs, *others) in zip(results[half:], results[:half], strict=True):
-        same(ours, theirs)
-        assert counts == others
+    for (output, *counts), (expected, *expected_counts) in zip(results[half:], results[:half], strict=True):
+        same(output, expected)
+        assert counts == expected_counts
     assert results[0][2] > 0
 
 

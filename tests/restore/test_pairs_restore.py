@@ -47,25 +47,25 @@ class Paired(Method):
         return shape.tokens // 16
 
     def positions_to_compute(self, context):
-        computed = list(context.suffix_positions())
+        positions = list(context.suffix_positions())
         for group in context.groups:
             for piece in group.pieces:
                 start, front = piece.at + group.pad - context.base - piece.first, 0
                 for layer in reversed(range(context.layers)):
                     front = max(front, start + piece.reader.shape.held_from[layer])
                     if front > start:
-                        computed[layer] = np.union1d(np.arange(start, front), computed[layer])
-        return tuple(computed)
+                        positions[layer] = np.union1d(np.arange(start, front), positions[layer])
+        return tuple(positions)
 
 
 def suspend(store, pairs=PAIRS, fronts=(0,) * 6, retained=RETAINED):
     """Replace all segments, which are a chain, by one with pairs."""
     disk = store._storage.disk
     readers = [disk.reader(row.id) for row in sorted(store.segments(), key=lambda row: row.position)]
-    cut, layout = Geometry(16, 1, pairs=pairs), readers[0].shape.layout
+    geometry, layout = Geometry(16, 1, pairs=pairs), readers[0].shape.layout
     tokens = sum(reader.shape.tokens for reader in readers)
-    tables = TokenTables.by_pairs(fronts, retained, block_groups(layout, cut), tokens)
-    header, chain, blocks = join_segments(readers, cut, tables)
+    tables = TokenTables.by_pairs(fronts, retained, block_groups(layout, geometry), tokens)
+    header, chain, blocks = join_segments(readers, geometry, tables)
     assert disk.publish(header, chain, blocks)
     disk.remove([reader.id for reader in readers])
     store._storage.residency.clear()
@@ -75,11 +75,11 @@ def suspend(store, pairs=PAIRS, fronts=(0,) * 6, retained=RETAINED):
 @torch.no_grad()
 def merged_kv(model, ids, tokens, fronts, monkeypatch, codec="raw", pairs=PAIRS, retained=RETAINED):
     """Return the KV of a prompt whose first `tokens` were merged before rotation, without our cache or patches."""
-    modeling, taken = importlib.import_module(type(model).__module__), []
+    modeling, calls = importlib.import_module(type(model).__module__), []
     rotate = modeling.apply_rotary_pos_emb
 
     def noting(query, key, cos, sin, *more, **named):
-        taken.append((query, key.clone(), cos, sin, more, named))
+        calls.append((query, key.clone(), cos, sin, more, named))
         return rotate(query, key, cos, sin, *more, **named)
 
     cache = Remembering(model)
@@ -94,16 +94,16 @@ def merged_kv(model, ids, tokens, fronts, monkeypatch, codec="raw", pairs=PAIRS,
         tensor[:, :, front:tokens] = coded[:, :, front:tokens]
         return tensor
 
-    kv = [[t[1], value] for t, (_, value) in zip(taken, cache.all(), strict=True)]
-    kv = [[through(each, front) for each in layer] for layer, front in zip(kv, fronts, strict=True)]
+    kv = [[t[1], value] for t, (_, value) in zip(calls, cache.all(), strict=True)]
+    kv = [[through(states, front) for states in layer] for layer, front in zip(kv, fronts, strict=True)]
     for first, second in pairs:
-        mine = np.setdiff1d(np.arange(max(fronts[first], fronts[second]), tokens), retained.get((first, second), []))
+        common = np.setdiff1d(np.arange(max(fronts[first], fronts[second]), tokens), retained.get((first, second), []))
         for tensor in (0, 1):
-            of_pair = encode(kv[first][tensor][:, :, mine], kv[second][tensor][:, :, mine], shared)
+            of_pair = encode(kv[first][tensor][:, :, common], kv[second][tensor][:, :, common], shared)
             for layer, fields in zip((first, second), of_pair, strict=True):
-                kv[layer][tensor][:, :, mine] = shared.decode(fields, kv[layer][tensor].dtype)
+                kv[layer][tensor][:, :, common] = shared.decode(fields, kv[layer][tensor].dtype)
     rotated = []
-    for (query, _, cos, sin, more, named), (key, value) in zip(taken, kv, strict=True):
+    for (query, _, cos, sin, more, named), (key, value) in zip(calls, kv, strict=True):
         rotated.append((rotate(query, key, cos, sin, *more, **named)[1], value))
     return rotated
 
@@ -123,14 +123,14 @@ def test_logits_are_those_of_a_dynamic_cache_whose_layers_were_merged(family, dt
     model, ids, method = build(family, dtype), prompt(PREFIX), cut_for(codec)
     kv = merged_kv(model, ids, PREFIX, (0,) * 6, monkeypatch, codec)
     assert not torch.equal(kv[4][0], kv_of(model, ids)[4][0])
-    theirs = model.generate(question(ids), past_key_values=prefilled(model, [kv], PREFIX), **GREEDY)
+    reference_output = model.generate(question(ids), past_key_values=prefilled(model, [kv], PREFIX), **GREEDY)
     with KVStore(tmp_path, engine="posix") as store:
         fill(store, model, ids, method)
         suspend(store)
         for tier in ("disk", "host"):
-            ours, cache = ask(model, store, question(ids), method)
+            output, cache = ask(model, store, question(ids), method)
             assert (cache.stats.tokens_restored, cache.stats.tier) == (PREFIX, tier)
-            assert_same(ours, theirs)
+            assert_same(output, reference_output)
 
 
 @pytest.mark.parametrize("codec", ["raw", "int8"])
@@ -138,14 +138,14 @@ def test_a_front_that_is_missing_is_computed_and_the_rest_is_restored(family, co
     """Results are equal within the rounding of kernels, since other queries use another kernel."""
     model, ids, method = build(family), prompt(PREFIX), cut_for(codec)
     kv = merged_kv(model, ids, PREFIX, FRONTS, monkeypatch, codec)
-    theirs = model.generate(question(ids), past_key_values=prefilled(model, [kv], PREFIX), **GREEDY)
+    reference_output = model.generate(question(ids), past_key_values=prefilled(model, [kv], PREFIX), **GREEDY)
     with KVStore(tmp_path, engine="posix") as store:
         fill(store, model, ids, method)
         reader = suspend(store, fronts=FRONTS)
         assert reader.shape.held_from == FRONTS and reader.shape.whole_hashes == 0
-        ours, cache = ask(model, store, question(ids), method)
-        assert torch.equal(ours.sequences, theirs.sequences)
-        for a, b in zip(ours.logits, theirs.logits, strict=True):
+        output, cache = ask(model, store, question(ids), method)
+        assert torch.equal(output.sequences, reference_output.sequences)
+        for a, b in zip(output.logits, reference_output.logits, strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=1e-4 * float(b.abs().max()))
         # each block that is stored is read once, and what two layers share counts once
         stats = cache.stats
@@ -154,9 +154,9 @@ def test_a_front_that_is_missing_is_computed_and_the_rest_is_restored(family, co
             sum(slot.nbytes for slot in reader.shape.block_groups[0].parts[0].fields) // 16 * 2
         )  # a token's, k and v
         factors = 2 * 2 * 4  # of one layer: both tensors, two heads
-        used = {layer: PREFIX - front for layer, front in enumerate(FRONTS)}
+        sizes = {layer: PREFIX - front for layer, front in enumerate(FRONTS)}
         shared = {pair: len(np.setdiff1d(np.arange(FRONTS[pair[0]], PREFIX), RETAINED[pair])) for pair in PAIRS}
-        expected = sum(used[layer] * vector for layer in used) - sum(count * vector for count in shared.values())
+        expected = sum(sizes[layer] * vector for layer in sizes) - sum(count * vector for count in shared.values())
         if codec == "raw":
             expected += sum(2 * count * factors for count in shared.values())
         else:
@@ -181,10 +181,10 @@ def test_what_was_merged_goes_on_and_is_merged_again(family, tmp_path, monkeypat
         before, cache = ask(model, store, question(ids), method)
         assert cache.stats.tokens_restored == 160
         first = store._storage.disk.reader(min(store.segments(), key=lambda row: row.position).id)
-        held = first.shape.tokens
-        kept = {(1, 4): RETAINED[1, 4], (2, 3): np.concatenate([RETAINED[2, 3], np.arange(held, 160)])}
-        kept[1, 4] = np.concatenate([kept[1, 4], np.arange(held, 160)])
-        suspend(store, retained=kept)  # what is new stays as it is
+        stored_tokens = first.shape.tokens
+        retained = {(1, 4): RETAINED[1, 4], (2, 3): np.concatenate([RETAINED[2, 3], np.arange(stored_tokens, 160)])}
+        retained[1, 4] = np.concatenate([retained[1, 4], np.arange(stored_tokens, 160)])
+        suspend(store, retained=retained)  # what is new stays as it is
         (row,) = store.segments()
         assert row.tokens == 160
         after, cache = ask(model, store, question(ids), method)
@@ -211,10 +211,10 @@ def test_what_a_method_leaves_out_is_computed_all_the_same(tmp_path):
         asking, sequence = cache._executor.admit(cache, {"input_ids": question(ids), "logits_to_keep": 1})
         with pytest.raises(ValueError, match=f"segment {reader.id} lacks tokens of layer 4"):
             units_of(sequence.plan(asking, StatsCollector()))  # and nothing is taken for what is missing
-        found, cache = ask(model, store, question(ids), careless)
+        output, cache = ask(model, store, question(ids), careless)
         assert (cache.stats.tokens_restored, cache.stats.tokens_recomputed) == (PREFIX, round(5 * 5 / 6))
         expected, _ = ask(model, store, question(ids), cut_for())
-        torch.testing.assert_close(torch.stack(found.logits), torch.stack(expected.logits), atol=1e-4, rtol=0)
+        torch.testing.assert_close(torch.stack(output.logits), torch.stack(expected.logits), atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("fronts", [(0,) * 6, FRONTS], ids=["whole", "a front missing"])
@@ -225,8 +225,8 @@ def test_a_plan_brings_the_same_however_far_ahead(fronts, ahead, tmp_path):
         fill(store, model, ids, cut_for())
         suspend(store, fronts=fronts)
         expected, first = ask(model, store, question(ids), cut_for())
-        found, cache = ask(model, store, question(ids), Paired(geometry=Geometry(16, 1), ahead_bytes=ahead))
-        assert_same(found, expected)
+        output, cache = ask(model, store, question(ids), Paired(geometry=Geometry(16, 1), ahead_bytes=ahead))
+        assert_same(output, expected)
         assert cache.stats.bytes_read == first.stats.bytes_read > 0
 
 
@@ -235,15 +235,15 @@ def test_left_padded_rows_that_share_a_segment(tmp_path):
     with KVStore(tmp_path, engine="posix") as store:
         fill(store, model, ids, method)
         suspend(store, fronts=FRONTS)
-        asked = question(ids)
-        alone, _ = ask(model, store, asked, method)
-        rows = torch.cat([torch.zeros(1, 7, dtype=torch.int64), asked], dim=1).repeat(2, 1)
+        request_ids = question(ids)
+        alone, _ = ask(model, store, request_ids, method)
+        rows = torch.cat([torch.zeros(1, 7, dtype=torch.int64), request_ids], dim=1).repeat(2, 1)
         mask = torch.ones_like(rows)
         mask[:, :7] = 0
-        found, cache = ask(model, store, rows, method, attention_mask=mask)
+        output, cache = ask(model, store, rows, method, attention_mask=mask)
         assert cache.stats.tokens_restored == 2 * (PREFIX - FRONTS[-1])
         assert cache.stats.tokens_recomputed == round(2 * (np.mean(FRONTS) - FRONTS[-1]))
-        for a, b in zip(found.logits, alone.logits, strict=True):
+        for a, b in zip(output.logits, alone.logits, strict=True):
             torch.testing.assert_close(a, b.repeat(2, 1), rtol=0, atol=1e-4 * float(b.abs().max()))
 
 
@@ -272,15 +272,15 @@ def test_a_damaged_block_of_any_group_is_computed_and_never_served(direct, tmp_p
         path = root / "segments" / f"{reader.id}.kv"
         path.write_bytes((tmp_path / "whole" / "segments" / path.name).read_bytes())
         good = damage(reader, path, group)
-        theirs = model.generate(question(ids), past_key_values=prefilled(model, [kv], good), **GREEDY)
+        reference_output = model.generate(question(ids), past_key_values=prefilled(model, [kv], good), **GREEDY)
         store = with_device(monkeypatch, root)[0] if direct else KVStore(root, engine="posix", host_memory=0)
         with store:
-            ours, cache = ask(model, store, question(ids), method)
+            output, cache = ask(model, store, question(ids), method)
             assert (cache.stats.details.verification_failures, cache.stats.tokens_restored) == (1, good)
             if good:
-                assert_same(ours, theirs)
+                assert_same(output, reference_output)
             else:
-                assert_same(ours, model.generate(question(ids), **GREEDY))
+                assert_same(output, model.generate(question(ids), **GREEDY))
 
 
 def test_device_memory_keeps_and_serves_them(tmp_path, monkeypatch):
@@ -292,8 +292,8 @@ def test_device_memory_keeps_and_serves_them(tmp_path, monkeypatch):
     store, _ = with_device(monkeypatch, tmp_path)
     with store:
         for tier in ("disk", "device"):
-            found, cache = ask(model, store, question(ids), method)
-            assert_same(found, expected)
+            output, cache = ask(model, store, question(ids), method)
+            assert_same(output, expected)
             assert cache.stats.tier == tier
         assert cache.stats.bytes_read == 0
 
@@ -326,8 +326,8 @@ def test_the_rest_of_a_store_goes_by_such_segments_unharmed(tmp_path, run):
         assert store.verify().ok
         store.gc()
         longer = question(ids)
-        found = store.lookup(model, longer, method=method)
-        assert sum(found.bytes.values()) == reader.shape.blocks_bytes
+        lookup = store.lookup(model, longer, method=method)
+        assert sum(lookup.bytes.values()) == reader.shape.blocks_bytes
         store._storage.residency.clear()
         assert store.warm(model, longer, method=method, progress=False).bytes["host"] == reader.shape.blocks_bytes
         again, cache = ask(model, store, question(ids), method)
@@ -347,13 +347,13 @@ def test_half_of_the_layers_in_pairs_take_three_quarters(tmp_path):
     changes = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 8}
     ids, model = prompt(512), build("qwen2", torch.bfloat16, **changes)
     pairs = ((4, 5), (6, 7))
-    kept = {pair: np.arange(0, 512, 20) for pair in pairs}  # 26 of 512
+    retained = {pair: np.arange(0, 512, 20) for pair in pairs}  # 26 of 512
     for codec, vector in (("raw", 128), ("int8", 68)):
         with KVStore(tmp_path / codec, engine="posix") as store:
             fill(store, model, ids, cut_for(codec))
             (row,) = store.segments()
             raw = store._storage.disk.reader(row.id).shape.blocks_bytes
-            shape = suspend(store, pairs, (0,) * 8, kept).shape
+            shape = suspend(store, pairs, (0,) * 8, retained).shape
             block = 16 * 4 * vector * 2  # a chunk's tokens, heads and tensors
             merged = block + 16 * 4 * 2 * 4 * (2 if codec == "raw" else 1)  # with both layers' factors
             block, merged = aligned(block, BLOCK_ALIGNMENT), aligned(merged, BLOCK_ALIGNMENT)

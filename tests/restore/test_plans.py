@@ -39,7 +39,7 @@ class Chosen(Method):
 
     first: frozenset[int] = frozenset()
     dropped: tuple[frozenset[int], ...] = ()
-    seen: list = field(default_factory=list)
+    plans: list = field(default_factory=list)
 
     def positions_to_compute(self, context: PlanContext) -> tuple[np.ndarray, ...]:
         must = {*range(context.restorable, context.num_positions)}
@@ -48,7 +48,7 @@ class Chosen(Method):
         for layer in range(context.layers):
             columns = columns - (self.dropped[layer] if layer < len(self.dropped) else frozenset()) | must
             result.append(np.array(sorted(columns)))
-        self.seen.append(result)
+        self.plans.append(result)
         return tuple(result)
 
 
@@ -84,12 +84,12 @@ def test_any_plan_is_exact_over_exact_kv(root, family, first, dropped):
     method = Chosen(first=first, dropped=dropped)
     cache = TieredCache(model, store, method=method, record=False)
     with torch.no_grad():
-        ours = model(input_ids=ids, past_key_values=cache, logits_to_keep=2).logits
-    computed = [len(columns) for columns in method.seen[0]]  # layer by layer, never more
-    assert cache.stats.tokens_restored == TOKENS - computed[-1]
-    assert cache.stats.tokens_computed == computed[-1]
-    assert cache.stats.tokens_recomputed == round(np.mean(computed) - computed[-1])
-    torch.testing.assert_close(ours, full, rtol=0, atol=2e-5 * full.abs().max().item() + 1e-6)
+        logits = model(input_ids=ids, past_key_values=cache, logits_to_keep=2).logits
+    counts = [len(columns) for columns in method.plans[0]]  # layer by layer, never more
+    assert cache.stats.tokens_restored == TOKENS - counts[-1]
+    assert cache.stats.tokens_computed == counts[-1]
+    assert cache.stats.tokens_recomputed == round(np.mean(counts) - counts[-1])
+    torch.testing.assert_close(logits, full, rtol=0, atol=2e-5 * full.abs().max().item() + 1e-6)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -99,12 +99,12 @@ def test_a_plan_over_wrong_kv_is_not_exact(root, family, tmp_path):
     with KVStore(tmp_path / "wrong") as store:
         cache = TieredCache(model, store, method=Chosen(first=frozenset(range(0, TOKENS, 3))), record=False)
         store.precompute(model, prompt(TOKENS, seed=99), progress=False)
-        storage, other = store._storage, partial(other_hashes, store, cache)
-        storage.match = lambda hashes, *rest, honest=storage.match, **named: honest(other(), *rest, **named)
+        storage, wrong = store._storage, partial(other_hashes, store, cache)
+        storage.match = lambda hashes, *args, honest=storage.match, **named: honest(wrong(), *args, **named)
         with torch.no_grad():
-            ours = model(input_ids=ids, past_key_values=cache, logits_to_keep=2).logits
+            logits = model(input_ids=ids, past_key_values=cache, logits_to_keep=2).logits
     assert cache.stats.tokens_restored > 0
-    assert (ours - full).abs().max() > 1e-3 * full.abs().max()
+    assert (logits - full).abs().max() > 1e-3 * full.abs().max()
 
 
 def other_hashes(store, cache):
@@ -124,10 +124,10 @@ def test_scattered_plans_honour_padding(root, family, first, pad):
     arguments = {"input_ids": batch, "attention_mask": mask, "position_ids": positions, "logits_to_keep": 1}
     cache = TieredCache(model, store, method=Chosen(first=first), record=False)
     with torch.no_grad():
-        ours = model(past_key_values=cache, **arguments).logits
+        logits = model(past_key_values=cache, **arguments).logits
         full = model(**arguments).logits
     assert cache.stats.tokens_restored > 0
-    torch.testing.assert_close(ours, full, rtol=0, atol=1e-5)
+    torch.testing.assert_close(logits, full, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2_sliding", "gemma2"])
@@ -136,8 +136,8 @@ def test_decoding_goes_on_from_any_plan(root, family):
     arguments = {"do_sample": False, "max_new_tokens": 12}
     method = Chosen(first=frozenset(range(1, TOKENS, 3)), dropped=(frozenset(), frozenset(range(1, 60, 3))))
     cache = TieredCache(model, store, method=method, record=False)
-    ours = model.generate(ids, past_key_values=cache, **arguments)
-    assert torch.equal(ours, model.generate(ids, **arguments))
+    output = model.generate(ids, past_key_values=cache, **arguments)
+    assert torch.equal(output, model.generate(ids, **arguments))
 
 
 def test_after_a_plan_the_model_is_as_before(root):
@@ -160,7 +160,7 @@ def test_attention_that_cannot_place_queries_says_what_to_do(root, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("computed", "says"),
+    ("positions", "says"),
     [
         (([0, 1],), "last"),
         (([],), "last"),
@@ -169,9 +169,9 @@ def test_attention_that_cannot_place_queries_says_what_to_do(root, monkeypatch):
         (([2, 9], [2, 3, 9]), "layer 1"),
     ],
 )
-def test_impossible_plans_are_refused(computed, says):
+def test_impossible_plans_are_refused(positions, says):
     with pytest.raises(ValueError, match=says):
-        Plan(0, 10, tuple(np.array(c, np.int64) for c in computed), ())
+        Plan(0, 10, tuple(np.array(c, np.int64) for c in positions), ())
 
 
 @given(st.integers(1, 40), st.integers(0, 39), st.integers(0, 30))
@@ -209,9 +209,9 @@ def moved(store, place, request):
     (row,) = store.segments()
     reader = store._storage.disk.reader(row.id)
     tokens = reader.shape.tokens
-    computed = np.r_[0:place, place + tokens : request.num_positions]
+    positions = np.r_[0:place, place + tokens : request.num_positions]
     group = RowGroup((0,), 0, (SegmentSlice(reader, 0, tokens, place),))
-    return Plan(0, request.num_positions, (computed,) * len(reader.shape.layout.layers), (group,))
+    return Plan(0, request.num_positions, (positions,) * len(reader.shape.layout.layers), (group,))
 
 
 @pytest.mark.parametrize(("scaling", "place"), pairs(SCALINGS, [1, 37, 160]))
@@ -245,11 +245,11 @@ def test_keys_restored_elsewhere_are_those_rotated_by_hand(monkeypatch, tmp_path
     cos, sin = cos[:, place : place + 96], sin[:, place : place + 96]
     apply = sys.modules[type(model).__module__].apply_rotary_pos_emb
     for layer, keys, value in zip(cache.layers, raw, values, strict=True):
-        ours = layer.keys[:, :, place : place + 96]
-        assert torch.equal(ours, apply(keys, keys, cos, sin)[1])
+        moved_keys = layer.keys[:, :, place : place + 96]
+        assert torch.equal(moved_keys, apply(keys, keys, cos, sin)[1])
         pairs = torch.complex(keys[..., :8].double(), keys[..., 8:].double())
         turned = pairs * torch.complex(cos[..., :8].double(), sin[..., :8].double()).unsqueeze(1)
-        torch.testing.assert_close(ours.double(), torch.cat([turned.real, turned.imag], -1), rtol=0, atol=1e-5)
+        torch.testing.assert_close(moved_keys.double(), torch.cat([turned.real, turned.imag], -1), rtol=0, atol=1e-5)
         assert torch.equal(layer.values[:, :, place : place + 96], value)
 
 
@@ -265,8 +265,8 @@ def test_many_keys_are_rotated_in_pieces_with_the_same_bits(monkeypatch, dtype):
         return apply_rotary_pos_emb(q, k, cos, sin)
 
     first = keys[:, :, :1]
-    given = (first, first), {"cos": cos[:, :1], "sin": sin[:, :1]}
-    call = rope.RotaryCall(rotation, rotary._WatchedFunction(rotation).places, *given, first)
+    arguments = (first, first), {"cos": cos[:, :1], "sin": sin[:, :1]}
+    call = rope.RotaryCall(rotation, rotary._WatchedFunction(rotation).places, *arguments, first)
     monkeypatch.setattr(rope, "_PIECE_BYTES", keys[:, :, :10].numel() * keys.element_size())
     call.rotate_(keys, cos, sin)
     assert torch.equal(keys, expected)
@@ -321,20 +321,20 @@ def test_the_exact_method_reads_any_geometry(tmp_path, family, geometry):
     with KVStore(tmp_path) as store:
         assert {store._storage.disk.reader(row.id).shape.geometry for row in store.segments()} == {geometry}
         cache = TieredCache(model, store)
-        ours = model.generate(longer, past_key_values=cache, **arguments)
+        output = model.generate(longer, past_key_values=cache, **arguments)
         assert cache.stats.tokens_restored == 112
     with KVStore(tmp_path / "default") as store:
         model.generate(ids, past_key_values=TieredCache(model, store), **arguments)
-        theirs = model.generate(longer, past_key_values=TieredCache(model, store), **arguments)
-    assert all(torch.equal(a, b) for a, b in zip(ours.logits, theirs.logits, strict=True))
+        reference_output = model.generate(longer, past_key_values=TieredCache(model, store), **arguments)
+    assert all(torch.equal(a, b) for a, b in zip(output.logits, reference_output.logits, strict=True))
 
 
 def test_tables_stay_until_frequencies_change(monkeypatch):
     """Passes rotate by the table of the first one; a module whose frequencies move gets another at once."""
     model = build("llama")
-    embedding, attachment, made = model.model.rotary_emb, attach(model), []
+    embedding, attachment, sizes = model.model.rotary_emb, attach(model), []
     at = rope.RotaryTable.at
-    monkeypatch.setattr(rope.RotaryTable, "at", lambda self, some: made.append(len(some)) or at(self, some))
+    monkeypatch.setattr(rope.RotaryTable, "at", lambda self, indexes: sizes.append(len(indexes)) or at(self, indexes))
 
     def rotated(stop):
         tap = RotaryTap(attachment.tables_of("", lossless=True))
@@ -352,8 +352,8 @@ def test_tables_stay_until_frequencies_change(monkeypatch):
 
     for stop in (40, 40, 30, 60, 60):
         rotated(stop)
-    assert [count for count in made if count > 2] == [40, 60]
+    assert [count for count in sizes if count > 2] == [40, 60]
     embedding.inv_freq.mul_(1 + 1e-6)
     rotated(60)
     rotated(60)
-    assert [count for count in made if count > 2] == [40, 60, 60]
+    assert [count for count in sizes if count > 2] == [40, 60, 60]

@@ -93,18 +93,18 @@ def plan(segments=(320,), suffix=10, windows=(0,) * LAYERS, geometry=None):
     return Plan(0, at + suffix, (np.arange(at, at + suffix),) * LAYERS, (RowGroup((0,), 0, tuple(pieces)),))
 
 
-def prefetch(made, ahead, residency=None):
+def prefetch(restore_plan, ahead, residency=None):
     residency = residency or Residency()
-    fetch = Prefetch(made, Fetcher(residency, StatsCollector(), lambda layer: CPU, ahead))
+    fetch = Prefetch(restore_plan, Fetcher(residency, StatsCollector(), lambda layer: CPU, ahead))
     fetch.start()
     return fetch, residency
 
 
 @given(ahead=st.integers(0, 400), segments=st.lists(st.integers(1, 20).map(lambda n: 16 * n), min_size=1, max_size=3))
 def test_it_runs_ahead_within_its_bound_and_in_the_order_of_layers(ahead, segments):
-    made = plan(segments)
-    fetch, residency = prefetch(made, ahead << 10)
-    largest = max(p.reader.shape.group_offsets[1] for p in made.groups[0].pieces)  # bytes of the first block group
+    new_plan = plan(segments)
+    fetch, residency = prefetch(new_plan, ahead << 10)
+    largest = max(p.reader.shape.group_offsets[1] for p in new_plan.groups[0].pieces)  # bytes of the first block group
     for layer in range(LAYERS):
         list(fetch.units(layer))
         assert fetch._in_flight_bytes <= (ahead << 10) + (len(segments) + 1) * largest  # in use, and one ahead
@@ -148,9 +148,9 @@ def test_one_block_group_is_always_under_way_while_another_is_in_use():
 
 
 def test_of_sliding_layers_only_the_chunks_in_sight_are_fetched():
-    made = plan((320,), windows=(0, 40) * (LAYERS // 2))
-    _, residency = prefetch(made, 1 << 30)
-    block_groups = made.groups[0].pieces[0].reader.shape.block_groups
+    new_plan = plan((320,), windows=(0, 40) * (LAYERS // 2))
+    _, residency = prefetch(new_plan, 1 << 30)
+    block_groups = new_plan.groups[0].pieces[0].reader.shape.block_groups
     chunks = {block_group: chunks for _, block_group, chunks in residency.fetched}
     for block_group in block_groups:
         first = (320 - 39) // 16 if block_group.window else 0
@@ -175,13 +175,13 @@ def test_memory_of_a_layer_is_free_when_it_was_copied(tmp_path, monkeypatch, met
     """Without a tier, blocks use the request's own memory, of a few layers at a time."""
     model, ids = build("llama", num_hidden_layers=8), prompt(200)
     method = replace(method, geometry=Geometry(16, 1)) if isinstance(method, Exact) else method
-    taken, most = [], []
+    allocations, most = [], []
 
     def allocate(nbytes):
         memory = np.empty(nbytes + 4096, np.uint8)
         start = -memory.ctypes.data % 4096
-        taken.append(weakref.ref(memory))
-        most.append(sum(one().nbytes for one in taken if one() is not None))
+        allocations.append(weakref.ref(memory))
+        most.append(sum(reference().nbytes for reference in allocations if reference() is not None))
         return torch.from_numpy(memory[start : start + nbytes])
 
     with KVStore(tmp_path, engine="posix", host_memory=0, index_memory=0) as store:
@@ -239,8 +239,8 @@ def test_prefetching_or_not_gives_the_same_bits(tmp_path, family):
                 cache = TieredCache(model, store, method=Exact(ahead_bytes=ahead), record=False)
                 outputs.append(model.generate(ids, past_key_values=cache, **arguments))
                 assert cache.stats.tokens_restored == 192
-    for other in outputs[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(outputs[0].logits, other.logits, strict=True))
+    for output in outputs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(outputs[0].logits, output.logits, strict=True))
 
 
 @pytest.mark.parametrize("method", [Exact(), Exact(ahead_bytes=1), Exact(recompute=0.1, decline=False)], ids=str)
@@ -301,30 +301,30 @@ JOINING = [CacheTune(0.0), CacheTune(0.3), CacheBlend(0.3), Epic(0.3), Exact(rec
 def test_layers_restored_together_have_the_bits_of_layers_restored_alone(tmp_path, monkeypatch, method, codec):
     """Also if layers compute different positions, and with a part of the prefix recomputed."""
     model, logits, joined, join = build("llama", num_hidden_layers=9), [], [], Prefetch.join
-    cut = replace(method, geometry=Geometry(16, 3), codec=codec)
+    coded_method = replace(method, geometry=Geometry(16, 3), codec=codec)
     passages = [prompt(96, seed=seed)[0] for seed in (1, 2)]
-    is_moved = isinstance(cut, Passages)
+    is_moved = isinstance(coded_method, Passages)
     ids = torch.cat([*[prompt(30, seed=5)[0]] * is_moved, *passages, prompt(24, seed=3)[0]])[None]
 
     def noting(self, *args):
-        made = join(self, *args)
-        joined.extend(made.layers if made else ())
-        return made
+        layer_group = join(self, *args)
+        joined.extend(layer_group.layers if layer_group else ())
+        return layer_group
 
     with KVStore(tmp_path, codec=codec) as store:
-        store.precompute(model, passages if is_moved else ids, passages=is_moved, method=cut, progress=False)
+        store.precompute(model, passages if is_moved else ids, passages=is_moved, method=coded_method, progress=False)
         for together in (True, False):
             monkeypatch.setattr(Prefetch, "join", noting if together else lambda *args: None)
-            cache = TieredCache(model, store, method=cut, record=False)
+            cache = TieredCache(model, store, method=coded_method, record=False)
             logits.append(model.generate(ids, past_key_values=cache, **GREEDY).logits)
             assert cache.stats.tokens_restored > 0
     assert len(set(joined)) >= 3
-    assert all(torch.equal(one, several) for one, several in zip(*logits, strict=True))
+    assert all(torch.equal(first_logits, second_logits) for first_logits, second_logits in zip(*logits, strict=True))
 
 
 def test_a_layer_that_rotates_in_another_way_is_restored_alone(tmp_path, monkeypatch):
     model, ids = build_deep("llama"), prompt(100)
-    monkeypatch.setattr(PreRopeKV, "rotates_like", lambda self, other: self is other)
+    monkeypatch.setattr(PreRopeKV, "rotates_like", lambda self, kv: self is kv)
     with KVStore(tmp_path) as store:
         store.precompute(model, ids, progress=False)
         cache = TieredCache(model, store, record=False)
@@ -335,8 +335,8 @@ def test_a_layer_that_rotates_in_another_way_is_restored_alone(tmp_path, monkeyp
 def test_what_waits_for_the_other_layer_of_its_pair_keeps_nobody_from_running_ahead():
     """Pairs are far apart and all open in the middle, and as much is read ahead as without pairs."""
     pairs = tuple((i, i + LAYERS // 2) for i in range(LAYERS // 2))
-    made = plan(geometry=Geometry(16, 1, pairs=pairs))
-    (piece,) = made.groups[0].pieces
+    new_plan = plan(geometry=Geometry(16, 1, pairs=pairs))
+    (piece,) = new_plan.groups[0].pieces
     shape = piece.reader.shape
     tables = TokenTables.by_pairs(
         [0] * LAYERS, {pair: np.arange(16) for pair in pairs}, shape.block_groups, shape.tokens
@@ -345,14 +345,14 @@ def test_what_waits_for_the_other_layer_of_its_pair_keeps_nobody_from_running_ah
     shape = piece.reader.shape
     size = {group.index: shape.chunks_in(group) * group.block_bytes for group in shape.block_groups}
     ahead = 2 * max(size.values())
-    fetch, residency = prefetch(made, ahead)
+    fetch, residency = prefetch(new_plan, ahead)
     for layer in range(LAYERS):
         units = list(fetch.units(layer))
         assert sum(layer in unit.block_group.layers for unit in units) == len(units) == 2
-        later = {group for _, group, _ in residency.fetched if shape.block_groups[group].layers[0] > layer}
-        left = [group.index for group in shape.block_groups if group.layers[0] > layer]
-        assert later == set(left) or sum(size[group] for group in later) > ahead - 2 * max(size.values())
-        assert later or not left
+        early = {group for _, group, _ in residency.fetched if shape.block_groups[group].layers[0] > layer}
+        remaining = [group.index for group in shape.block_groups if group.layers[0] > layer]
+        assert early == set(remaining) or sum(size[group] for group in early) > ahead - 2 * max(size.values())
+        assert early or not remaining
         assert fetch._in_flight_bytes <= ahead + 2 * max(size.values())
         fetch.done(layer)
     assert len(residency.fetched) == len(shape.block_groups)

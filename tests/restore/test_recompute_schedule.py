@@ -49,24 +49,24 @@ RATIO = st.floats(0, 1)
 @example(159, 1.0, 6, 16, 1)
 def test_fronts_fall_with_depth_and_have_the_share_that_is_asked_for(tokens, ratio, layers, step, together):
     groups = [range(first, min(first + together, layers)) for first in range(0, layers, together)]
-    found = recompute_lengths(tokens, ratio, layers, groups, step)
-    assert ((found >= 0) & (found <= tokens)).all() and (np.diff(found) <= 0).all()
-    assert ((found % step == 0) | (found == tokens)).all()
-    assert all(len(set(found[list(group)])) == 1 for group in groups)
-    assert abs(found.mean() - ratio * tokens) <= step / 2 + 1e-6 * tokens or (found == tokens).any()
-    assert abs(found.mean() - ratio * tokens) <= step
+    lengths = recompute_lengths(tokens, ratio, layers, groups, step)
+    assert ((lengths >= 0) & (lengths <= tokens)).all() and (np.diff(lengths) <= 0).all()
+    assert ((lengths % step == 0) | (lengths == tokens)).all()
+    assert all(len(set(lengths[list(group)])) == 1 for group in groups)
+    assert abs(lengths.mean() - ratio * tokens) <= step / 2 + 1e-6 * tokens or (lengths == tokens).any()
+    assert abs(lengths.mean() - ratio * tokens) <= step
 
 
 @given(st.integers(1, 5000), RATIO, st.integers(1, 40), st.integers(1, 64), st.integers(1, 9), st.floats(1, 8))
 @example(6, 0.5, 6, 1, 3, 2.0)  # both groups contain layers between
 def test_steeper_fronts_fall_over_fewer_layers(tokens, ratio, layers, step, together, steepness):
     groups = [range(first, min(first + together, layers)) for first in range(0, layers, together)]
-    found = recompute_lengths(tokens, ratio, layers, groups, step, steepness)
-    assert ((found >= 0) & (found <= tokens)).all() and (np.diff(found) <= 0).all()
-    between = ((found > 0) & (found < tokens)).sum()
+    lengths = recompute_lengths(tokens, ratio, layers, groups, step, steepness)
+    assert ((lengths >= 0) & (lengths <= tokens)).all() and (np.diff(lengths) <= 0).all()
+    between = ((lengths > 0) & (lengths < tokens)).sum()
     # the groups of the first and the last of these layers may hold others
     assert between <= (layers - 1) / steepness + 2 * together - 1 or layers == 1
-    assert abs(found.mean() - ratio * tokens) <= step + tokens / layers
+    assert abs(lengths.mean() - ratio * tokens) <= step + tokens / layers
 
 
 def test_fronts_are_those_of_the_formula():
@@ -82,9 +82,9 @@ def test_fronts_are_those_of_the_formula():
 
 @given(st.integers(1, 5000), RATIO, st.integers(1, 40), st.integers(1, 64))
 def test_flat_fronts_are_one_for_all_layers(tokens, ratio, layers, step):
-    found = recompute_lengths(tokens, ratio, layers, [range(layers)], step, steepness=0)
-    assert len(found) == layers and len(set(found)) == 1
-    assert abs(found[0] - ratio * tokens) <= step / 2 + 1e-6 * tokens or found[0] == tokens
+    lengths = recompute_lengths(tokens, ratio, layers, [range(layers)], step, steepness=0)
+    assert len(lengths) == layers and len(set(lengths)) == 1
+    assert abs(lengths[0] - ratio * tokens) <= step / 2 + 1e-6 * tokens or lengths[0] == tokens
     none_and_all = recompute_lengths(tokens, np.array([0.0, 1.0]), layers, steepness=0)
     assert none_and_all.tolist() == [[0] * layers, [tokens] * layers]
 
@@ -113,24 +113,24 @@ def test_every_layer_has_the_kv_and_the_hidden_states_that_it_needs(windows, geo
     piece = SegmentSlice(Segment(layout, geometry, tokens), 0, tokens, 0)
     group = RowGroup((0,), 0, (piece,))
     plain = Plan(0, columns, (np.arange(until, columns),) * len(windows), (group,))
-    chosen = plan_recompute_lengths(plain, ratio)
-    if not chosen.any():
+    fronts = plan_recompute_lengths(plain, ratio)
+    if not fronts.any():
         return
-    plan = plain.with_recompute_lengths(chosen.tolist())  # which refuses columns that the layer before does not compute
+    plan = plain.with_recompute_lengths(fronts.tolist())  # which refuses columns that the layer before does not compute
     assert plan.restored_until == until and plan.suffix is None and plan.restored_tokens == until
     loaded = {layer: set() for layer in range(len(windows))}
     for block_group in block_groups(layout, geometry):
         for layer in block_group.layers:
-            brought = plan.tokens_to_restore(block_group, group, piece)
-            used = plan.tokens_to_restore(block_group, group, piece, layer)
-            assert np.isin(used, brought).all()
-            loaded[layer] |= set(used.tolist())
+            fetched_tokens = plan.tokens_to_restore(block_group, group, piece)
+            used_tokens = plan.tokens_to_restore(block_group, group, piece, layer)
+            assert np.isin(used_tokens, fetched_tokens).all()
+            loaded[layer] |= set(used_tokens.tolist())
     for layer, window in enumerate(windows):
-        front, computed = chosen[layer], set(plan.computed[layer].tolist())
-        assert computed == {*range(front), *range(until, columns)}
-        seen = set(range(max(0, until - window + 1) if window else 0, until))  # by the suffix
-        assert seen <= loaded[layer] | computed
-        assert loaded[layer] <= seen - computed  # and nothing for nothing
+        front, computed_tokens = fronts[layer], set(plan.computed[layer].tolist())
+        assert computed_tokens == {*range(front), *range(until, columns)}
+        visible_tokens = set(range(max(0, until - window + 1) if window else 0, until))  # by the suffix
+        assert visible_tokens <= loaded[layer] | computed_tokens
+        assert loaded[layer] <= visible_tokens - computed_tokens  # and nothing for nothing
 
 
 @given(
@@ -148,14 +148,14 @@ def test_the_two_streams_take_as_long_as_one_step_after_the_other(chunks, suffix
     streams = Streams(tokens, suffix, lambda n: 0.1 * n + 0.001 * n**2, 0.01, tuple(loads))
     tried = recompute_lengths(tokens, np.array(ratios), first, [load.layers for load in loads])
     for took, front in zip(streams.seconds(tried), tried, strict=True):
-        done = loaded = 0.0
+        finish = loaded = 0.0
         for load, (_, cost) in zip(loads, groups, strict=True):
             loaded += cost * sum(end > front[load.layers[-1]] for end in load.ends)
-            done = max(done, loaded)
+            finish = max(finish, loaded)
             for layer in load.layers:
                 n = int(front[layer])
-                done += suffix + 0.1 * n + 0.001 * n**2 + 0.01 * (tokens - n)
-        assert took == pytest.approx(done)
+                finish += suffix + 0.1 * n + 0.001 * n**2 + 0.01 * (tokens - n)
+        assert took == pytest.approx(finish)
 
 
 def test_what_lies_between_must_be_worth_it():
@@ -184,7 +184,7 @@ def test_bubbles_are_few(count, geometry, most, load):
     """A token is computed in 1 and loaded in `load`: both at once without bubbles take 1 / (1 + 1 / load)."""
     layers = in_groups(list(range(count)), geometry.layers_per_block, geometry.solo_layers)
     ends = np.arange(16, 4097, 16)
-    loads = tuple(Load(tuple(some), ends, np.full(256, load * 16 * len(some) / count)) for some in layers)
+    loads = tuple(Load(tuple(group), ends, np.full(256, load * 16 * len(group) / count)) for group in layers)
     streams = Streams(4096, 0.0, lambda n: n / count, 0.0, loads)
     took = [streams.seconds(recompute_lengths(4096, RATIOS, count, layers, steepness=steep)) for steep in STEEPNESS]
     assert np.min(took) < most * 4096 / (1 + 1 / load)
@@ -193,7 +193,7 @@ def test_bubbles_are_few(count, geometry, most, load):
 def test_choosing_takes_milliseconds():
     layers = [tuple(range(first, first + 4)) for first in range(0, 48, 4)]
     ends = np.arange(16, 131073, 16)
-    streams = Streams(1 << 17, 0.0, lambda n: n * 1e-6, 0.0, tuple(Load(some, ends, ends * 1e-9) for some in layers))
+    streams = Streams(1 << 17, 0.0, lambda n: n * 1e-6, 0.0, tuple(Load(group, ends, ends * 1e-9) for group in layers))
 
     def choose():
         schedules = [recompute_lengths(1 << 17, RATIOS, 48, layers, steepness=steep) for steep in STEEPNESS]
@@ -233,8 +233,8 @@ def ask(model, store, ids, ratio, method=Exact, **options):
         return cache, model(input_ids=ids, past_key_values=cache, logits_to_keep=2).logits
 
 
-def close(ours, full):
-    torch.testing.assert_close(ours, full, rtol=0, atol=2e-5 * full.abs().max().item() + 1e-6)
+def close(logits, full):
+    torch.testing.assert_close(logits, full, rtol=0, atol=2e-5 * full.abs().max().item() + 1e-6)
 
 
 @pytest.mark.parametrize("family", some(FAMILIES))
@@ -247,23 +247,23 @@ def close(ours, full):
 @example(ratio=1.0)
 def test_any_share_gives_the_logits_of_computing_everything(root, family, ratio):
     model, store, ids, full = stored(family, root)
-    cache, ours = ask(model, store, ids, ratio)
+    cache, logits = ask(model, store, ids, ratio)
     stats = cache.stats
     assert (stats.tokens_restored, stats.tokens_computed) == (STORED, TOKENS - STORED)
     assert abs(stats.tokens_recomputed - ratio * STORED) <= 16 or family in ("gemma2", "gemma3")  # blocks take turns
     assert stats.bytes_read == 0 if ratio == 1 else stats.bytes_read > 0 or ratio > 0.9
     assert stats.reason == ""
-    close(ours, full)
+    close(logits, full)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 @pytest.mark.parametrize("ratio", [0.3, 0.7])
 def test_a_partial_recompute_computes_as_much_in_every_layer(root, family, ratio, monkeypatch):
     model, store, ids, full = stored(family, root)
-    plans, made = [], Plan.with_recompute_lengths
-    monkeypatch.setattr(Plan, "with_recompute_lengths", lambda plan, found: plans.append(found) or made(plan, found))
-    cache, ours = ask(model, store, ids, ratio, PartialRecompute)
-    close(ours, full)
+    plans, real = [], Plan.with_recompute_lengths
+    monkeypatch.setattr(Plan, "with_recompute_lengths", lambda plan, fronts: plans.append(fronts) or real(plan, fronts))
+    cache, logits = ask(model, store, ids, ratio, PartialRecompute)
+    close(logits, full)
     layers = model.config.num_hidden_layers
     assert plans == [[round(ratio * STORED / 16) * 16] * layers]
     assert cache.stats.tokens_recomputed == plans[0][0]
@@ -278,15 +278,15 @@ def test_the_back_comes_from_the_store_and_the_front_does_not(root, family, tmp_
         storage = store._storage
         honest = storage.match
 
-        def other(hashes, *rest, **named):
-            return honest(cache_hashes(cache), *rest, **named)
+        def other(hashes, *args, **named):
+            return honest(cache_hashes(cache), *args, **named)
 
         for ratio, spoilt in ((0.3, True), (1.0, False)):
             cache = TieredCache(model, store, method=Exact(recompute=ratio), record=False)
             storage.match = other
             with torch.no_grad():
-                ours = model(input_ids=ids, past_key_values=cache, logits_to_keep=2).logits
-            assert ((ours - full).abs().max() > 1e-3 * full.abs().max()) == spoilt
+                logits = model(input_ids=ids, past_key_values=cache, logits_to_keep=2).logits
+            assert ((logits - full).abs().max() > 1e-3 * full.abs().max()) == spoilt
 
 
 def cache_hashes(cache):
@@ -305,9 +305,9 @@ def test_bfloat16(tmp_path):
     model, ids = build("qwen2", torch.bfloat16), prompt(TOKENS)
     with KVStore(tmp_path, engine="posix") as store, torch.no_grad():
         store.precompute(model, ids[:, :STORED], progress=False)
-        _, ours = ask(model, store, ids, 0.4)
+        _, logits = ask(model, store, ids, 0.4)
         full = model(input_ids=ids, logits_to_keep=2).logits
-    torch.testing.assert_close(ours, full, rtol=0, atol=2e-2 * full.abs().max().item())
+    torch.testing.assert_close(logits, full, rtol=0, atol=2e-2 * full.abs().max().item())
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
@@ -364,8 +364,8 @@ def test_padding_a_cache_in_use_and_lossy_codecs_load_all(tmp_path, caplog):
 
 def test_a_model_whose_layers_take_more_of_each_token_loads_all(root, caplog):
     model, store, ids, full = stored("falcon", root)  # its layers take a bias for each token
-    cache, ours = ask(model, store, ids, 0.5)
-    close(ours, full)
+    cache, logits = ask(model, store, ids, 0.5)
+    close(logits, full)
     assert (cache.stats.tokens_restored, cache.stats.tokens_recomputed) == (STORED, 0)
     assert not caplog.records
 
@@ -373,8 +373,8 @@ def test_a_model_whose_layers_take_more_of_each_token_loads_all(root, caplog):
 def test_an_attention_that_cannot_be_told_where_queries_stand_loads_all(root, monkeypatch):
     model, store, ids, full = stored("llama", root)
     monkeypatch.setattr("hf_tiered_cache.cache.suitability.can_scatter", lambda config: False)
-    cache, ours = ask(model, store, ids, 0.5)
-    close(ours, full)
+    cache, logits = ask(model, store, ids, 0.5)
+    close(logits, full)
     assert (cache.stats.tokens_restored, cache.stats.tokens_recomputed) == (STORED, 0)
 
 
@@ -394,11 +394,11 @@ def test_an_attention_that_makes_a_mask_of_its_own_loads_all(root, kind):
     )
     with KVStore(root / kind, engine="posix", host_memory=0) as store, torch.no_grad():
         store.precompute(model.eval(), ids[:, :STORED], progress=False)
-        cache, ours = ask(model, store, ids, 0.5)
+        cache, logits = ask(model, store, ids, 0.5)
         full = model(input_ids=ids, logits_to_keep=2).logits
         if not torch.allclose(full[:, :1], model(input_ids=ids[:, :-1], logits_to_keep=1).logits, atol=1e-3):
             pytest.skip(f"in this version of transformers, tokens of {kind} attend to later tokens")
-        close(ours, full)
+        close(logits, full)
     assert (cache.stats.tokens_restored, cache.stats.tokens_recomputed) == (STORED, 0)
 
 
@@ -408,24 +408,24 @@ def test_an_attention_that_makes_a_mask_of_its_own_loads_all(root, kind):
 def test_of_a_sliding_layer_the_window_before_the_suffix_is_read(root):
     """The last 39 of 192 tokens are read, in 3 chunks of two KV cache groups."""
     model, store, ids, _ = stored("mistral", root)
-    read = {ratio: ask(model, store, ids, ratio)[0].stats.disk.blocks for ratio in (0.0, 0.3, 0.6, 1.0)}
-    assert read == {0.0: 6, 0.3: 6, 0.6: 6, 1.0: 0}
+    blocks_read = {ratio: ask(model, store, ids, ratio)[0].stats.disk.blocks for ratio in (0.0, 0.3, 0.6, 1.0)}
+    assert blocks_read == {0.0: 6, 0.3: 6, 0.6: 6, 1.0: 0}
 
 
 @pytest.mark.parametrize("family", ["mistral", "gemma2", "gemma3"])
 def test_what_is_neither_computed_nor_read_is_finite(root, family, monkeypatch):
     """It is masked, but a mask does not hide what is no number."""
-    made = buffer._empty
-    monkeypatch.setattr(buffer, "_empty", lambda *shape: made(*shape).fill_(torch.nan))
+    real_empty = buffer._empty
+    monkeypatch.setattr(buffer, "_empty", lambda *shape: real_empty(*shape).fill_(torch.nan))
     model, store, ids, full = stored(family, root)
     close(ask(model, store, ids, 0.3)[1], full)
 
 
 def test_what_is_computed_is_not_read(root):
     model, store, ids, _ = stored("llama", root)
-    whole = ask(model, store, ids, 0.0)[0].stats
+    full = ask(model, store, ids, 0.0)[0].stats
     half = ask(model, store, ids, 0.5)[0].stats
-    assert half.bytes_read < 0.6 * whole.bytes_read
+    assert half.bytes_read < 0.6 * full.bytes_read
     # blocks hold no more than is wanted
     assert half.details.bytes_used == half.bytes_read and half.read_amplification == 1.0
 
@@ -467,14 +467,14 @@ def test_what_is_computed_behind_it_is_stored(tmp_path, family):
         del cache
         store.flush()
         assert sum(row.tokens for row in store.segments()) == STORED + 80
-        again, ours = ask(model, store, ids, 0.0)
+        again, logits = ask(model, store, ids, 0.0)
         assert again.stats.tokens_restored == STORED + 80
         with torch.no_grad():
-            close(ours, model(input_ids=ids, logits_to_keep=2).logits)
+            close(logits, model(input_ids=ids, logits_to_keep=2).logits)
         for layer, (keys, values) in zip(again.layers, kv_of(model, ids), strict=True):
-            held = layer.keys.shape[2]
-            torch.testing.assert_close(layer.keys, keys[:, :, -held:], rtol=0, atol=1e-4)
-            torch.testing.assert_close(layer.values, values[:, :, -held:], rtol=0, atol=1e-4)
+            num_positions = layer.keys.shape[2]
+            torch.testing.assert_close(layer.keys, keys[:, :, -num_positions:], rtol=0, atol=1e-4)
+            torch.testing.assert_close(layer.values, values[:, :, -num_positions:], rtol=0, atol=1e-4)
 
 
 def test_generated_tokens_are_stored_too_and_the_next_turn_finds_them(tmp_path):
@@ -538,8 +538,8 @@ def test_a_model_with_chunked_attention_restores_the_whole_prefix(tmp_path):
 # --- auto
 
 
-def plant(store, model, *found):
-    keep_prefix_costs(storage_of(store), Fingerprinter(model)(), CPU, "exact", list(found))
+def plant(store, model, *costs):
+    keep_prefix_costs(storage_of(store), Fingerprinter(model)(), CPU, "exact", list(costs))
 
 
 BALANCED = PrefixCosts(STORED, 1e-3, {"disk": 1e-3, "host": 1e-6})
@@ -553,13 +553,13 @@ def path(tmp_path):
     return tmp_path / "store"
 
 
-def asked(path, *found, method=None, warm=0, ids=None):
+def asked(path, *costs, method=None, warm=0, ids=None):
     """Return the counters of a prompt after the stored prefix, with its first tokens in memory."""
     model, ids = build("llama"), prompt(TOKENS) if ids is None else ids
     with KVStore(path, engine="posix") as store:
         if warm:
             store.warm(model, ids[:, : warm + 1], progress=False)
-        plant(store, model, *found)
+        plant(store, model, *costs)
         cache = TieredCache(model, store, method=method, record=False)
         assert torch.equal(model.generate(ids, past_key_values=cache, **GREEDY), model.generate(ids, **GREEDY))
         return cache.stats
@@ -615,8 +615,8 @@ def test_few_layers_share_blocks_if_a_front_is_likely(tmp_path, method, disk, la
 
 
 def test_a_partial_recompute_takes_the_share_that_is_best_for_one_front(path, monkeypatch):
-    plans, made = [], Plan.with_recompute_lengths
-    monkeypatch.setattr(Plan, "with_recompute_lengths", lambda plan, found: plans.append(found) or made(plan, found))
+    plans, real = [], Plan.with_recompute_lengths
+    monkeypatch.setattr(Plan, "with_recompute_lengths", lambda plan, fronts: plans.append(fronts) or real(plan, fronts))
     stats = asked(path, BALANCED, method="partial_recompute")
     assert 0 < stats.tokens_recomputed < STORED and plans and all(len(set(front)) == 1 for front in plans)
     assert asked(path, method=PartialRecompute()).tokens_recomputed == 0  # nothing was measured
@@ -661,8 +661,8 @@ def test_an_estimate_of_a_plain_restore_and_of_computing_all(path):
         plan, _ = cache.look_up(ids)
         streams = streams_of(plan, BALANCED, unit_tiers_of(plan, storage.residency, lambda layer: CPU))
         lengths = plan_recompute_lengths(plan, np.array([0.0, 1.0]))
-        plain, whole = streams.seconds(lengths)
-        assert whole == pytest.approx(0.192 + 0.020)
+        plain, full = streams.seconds(lengths)
+        assert full == pytest.approx(0.192 + 0.020)
         assert plain == pytest.approx(0.192 + 0.020 / 3, rel=1e-3)
         assert fastest_plan(plan, lengths[0], 0.0, True, BALANCED, storage.residency, lambda layer: CPU) is plan
 

@@ -277,5 +277,5 @@ def test_what_is_gathered_lies_where_the_model_computes(model, tmp_path, monkeyp
         assert bool(on_host) == (host != "0")
         assert gathered
         assert not gathered & on_host
-        taken, budget = store.stats.device.bytes, store.stats.device.budget
-        assert 0 < taken <= budget
+        device_bytes, budget = store.stats.device.bytes, store.stats.device.budget
+        assert 0 < device_bytes <= budget
