@@ -38,9 +38,9 @@ def join(clock: Clock, source: Clock) -> None:
 class Race(NamedTuple):
     """Two unordered accesses, with their actors."""
 
-    earlier: str
+    earlier_access: str
     earlier_actor: int
-    later: str
+    later_access: str
     later_actor: int
 
 

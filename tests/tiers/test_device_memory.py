@@ -31,16 +31,16 @@ HUGE = 2 << 20
 @pytest.fixture
 def made(monkeypatch):
     """Record the created streams."""
-    made = []
+    devices = []
 
     def stream(device):
-        made.append(device)
+        devices.append(device)
         return object()
 
     monkeypatch.setattr(torch.cuda, "Stream", stream)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     device_module._cuda_stream.cache_clear()
-    yield made
+    yield devices
     device_module._cuda_stream.cache_clear()
 
 
@@ -138,13 +138,13 @@ def test_a_forked_child_shares_no_locked_page(locked):
 
 
 def test_what_cuda_refuses_to_lock_comes_from_pytorch(locked, monkeypatch):
-    asked = []
-    monkeypatch.setattr(memory_module, "aligned_bytes", lambda nbytes, pin: asked.append((nbytes, pin)))
+    requests = []
+    monkeypatch.setattr(memory_module, "aligned_bytes", lambda nbytes, pin: requests.append((nbytes, pin)))
     locked.refuses = True
     page_locked(4 * HUGE, GPU)
     locked.refuses = False
     page_locked(HUGE // 2, GPU)  # less than a page
-    assert asked == [(4 * HUGE, True), (HUGE // 2, True)]
+    assert requests == [(4 * HUGE, True), (HUGE // 2, True)]
     assert locked.pages == {}
 
 
@@ -228,8 +228,8 @@ def test_a_forked_child_restores_though_it_can_lock_no_memory(forked, tmp_path, 
         store.clear()
         for tier in ("disk", "host" if host_memory else "disk"):
             cache = TieredCache(model, store, record=False)
-            ours = model.generate(prompt(100), past_key_values=cache, do_sample=False, max_new_tokens=6)
-            assert torch.equal(ours, plain)
+            output = model.generate(prompt(100), past_key_values=cache, do_sample=False, max_new_tokens=6)
+            assert torch.equal(output, plain)
             assert (cache.stats.tokens_restored, cache.stats.tier) == (96, tier)
         assert store.stats.host.budget == (64 << 20 if host_memory else 0)
 
@@ -254,20 +254,20 @@ def test_a_forked_child_unlocks_nothing(locked, monkeypatch):
 
 def test_memory_that_stays_is_locked_by_us_and_what_goes_by_pytorch(locked, monkeypatch):
     """PyTorch waits for copies before it gives memory to others; of ours it knows nothing."""
-    residency, asked = Residency(64 << 20), []
+    residency, pinned_flags = Residency(64 << 20), []
     residency.prepare(GPU)
-    kept = residency.host.allocate(2 * HUGE)
-    assert locked.pages[kept.data_ptr()] == 2 * HUGE
+    memory = residency.host.allocate(2 * HUGE)
+    assert locked.pages[memory.data_ptr()] == 2 * HUGE
     before = dict(locked.pages)
     real = torch.empty
 
     def empty(*args, pin_memory=False, **kwargs):
-        asked.append(pin_memory)
+        pinned_flags.append(pin_memory)
         return real(*args, **kwargs)
 
     monkeypatch.setattr(torch, "empty", empty)
     residency.host.allocate_own(2 * HUGE)
-    assert asked == [True]
+    assert pinned_flags == [True]
     assert locked.pages == before
 
 
@@ -290,10 +290,10 @@ def test_scattered_blocks_are_uploaded_with_few_copies(monkeypatch, slabs, count
     sources, targets = (scattered(random, count, n, 60, 512) for n in slabs)
     before = [slab.clone() for slab in targets.slabs]
     gpu.upload(sources, targets)
-    used = [set(targets.slot[targets.slab == number].tolist()) for number in range(slabs[1])]
+    used_slots = [set(targets.slot[targets.slab == number].tolist()) for number in range(slabs[1])]
     for number in range(count):
         expected = sources.slabs[sources.slab[number]][sources.slot[number]]
         assert torch.equal(targets.slabs[targets.slab[number]][targets.slot[number]], expected)
-    for slab, old, rows in zip(targets.slabs, before, used, strict=True):
+    for slab, old, rows in zip(targets.slabs, before, used_slots, strict=True):
         assert all(torch.equal(slab[row], old[row]) for row in range(60) if row not in rows)
     assert len(copies) <= 4

@@ -61,13 +61,13 @@ actions = st.lists(
 def test_two_stores_on_one_folder_never_serve_what_was_removed(model, expected, tmp_path_factory, actions):
     """Wrong KV lies in the store, and memory, until it is removed; from then on every answer is right."""
     root = tmp_path_factory.mktemp("store")
-    with KVStore(root) as one, KVStore(root) as other:
-        stores, wrong = (one, other), False
-        for which, action in actions:
-            store = stores[which]
+    with KVStore(root) as first_store, KVStore(root) as second_store:
+        stores, wrong = (first_store, second_store), False
+        for index, action in actions:
+            store = stores[index]
             if action == "remove":
-                one.flush()
-                other.flush()
+                first_store.flush()
+                second_store.flush()
                 store.remove([row.id for row in store.segments()])
                 wrong = False
             elif action == "store wrong":
@@ -79,9 +79,9 @@ def test_two_stores_on_one_folder_never_serve_what_was_removed(model, expected, 
             elif action == "relayout":
                 store.relayout(ContiguousKV(0.5), progress=False)
             elif not wrong:
-                got, _ = ask(model, store)
+                logits, _ = ask(model, store)
                 store.flush()
-                assert torch.allclose(got, expected, atol=1e-4)
+                assert torch.allclose(logits, expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("how", ["remove", "clear", "another process", "quota", "relayout", "gc"])
@@ -90,20 +90,20 @@ def test_memory_forgets_what_the_disk_forgets(model, tmp_path, how):
         ask(model, store)
         store.flush()
         ask(model, store)
-        (gone,) = [row.id for row in store.segments()]
-        assert in_memory(store) == {gone}
+        (segment_id,) = [row.id for row in store.segments()]
+        assert in_memory(store) == {segment_id}
         if how == "remove":
-            store.remove([gone])
+            store.remove([segment_id])
         elif how == "clear":
             store.clear(disk=True)
         elif how == "another process":
-            with KVStore(tmp_path) as other:
-                other.remove([gone])
+            with KVStore(tmp_path) as other_store:
+                other_store.remove([segment_id])
             ask(model, store)
             store.flush()
             store.remove([row.id for row in store.segments()])  # what was stored anew
         elif how == "quota":
-            store._storage.disk.remove([gone], "evicted_segments")
+            store._storage.disk.remove([segment_id], "evicted_segments")
         elif how == "relayout":
             store.relayout(ContiguousKV(0.5), progress=False)
         else:
@@ -111,15 +111,15 @@ def test_memory_forgets_what_the_disk_forgets(model, tmp_path, how):
 
             time.sleep(0.3)
             store.gc()
-        assert gone not in in_memory(store)
+        assert segment_id not in in_memory(store)
         assert not any(pool.pins.any() for pool in store._storage.residency.host.pools())
 
 
 def test_what_another_process_removed_is_forgotten_at_the_next_look_up(model, tmp_path):
     with KVStore(tmp_path) as store:
         store.precompute(model, IDS, progress=False)  # in memory as it was computed, and never opened
-        with KVStore(tmp_path) as other:
-            other.remove([row.id for row in other.segments()])
+        with KVStore(tmp_path) as other_store:
+            other_store.remove([row.id for row in other_store.segments()])
         assert store.lookup(model, IDS).stored == 0
         assert in_memory(store) == set()
 
@@ -136,8 +136,8 @@ def test_the_loser_of_a_race_serves_what_is_on_the_disk(tmp_path):
     """Its own blocks, admitted before it lost, are of other content."""
     store, residency = open_store(tmp_path), Residency(1 << 20)
     header, chain, block_groups = segment(hashes(6))
-    mine = torch.zeros_like(block_groups[0])
-    residency.admit((header.id, 0, 123), mine)
+    own_blocks = torch.zeros_like(block_groups[0])
+    residency.admit((header.id, 0, 123), own_blocks)
     store.publish(header, chain, block_groups)
     reader = store.reader(header.id)
     lease = residency.fetch([BlockRequest(reader, 0, np.arange(6))], CPU, StatsCollector())
@@ -168,13 +168,13 @@ def test_a_request_under_way_reads_on_and_leaves_nothing(tmp_path):
 
 
 def test_a_file_that_was_replaced_is_opened_anew(tmp_path):
-    mine, other = open_store(tmp_path), open_store(tmp_path)
+    store, other_store = open_store(tmp_path), open_store(tmp_path)
     header, chain, block_groups = segment(hashes(6), fill=1)
-    mine.publish(header, chain, block_groups)
-    before = mine.reader(header.id)
-    other.remove([header.id])
-    other.publish(header, chain, [torch.full_like(blocks, 2) for blocks in block_groups])
-    after = mine.reader(header.id)
+    store.publish(header, chain, block_groups)
+    before = store.reader(header.id)
+    other_store.remove([header.id])
+    other_store.publish(header, chain, [torch.full_like(blocks, 2) for blocks in block_groups])
+    after = store.reader(header.id)
     assert before.gone
-    assert after is mine.reader(header.id)
+    assert after is store.reader(header.id)
     assert before.owners[0] != after.owners[0]

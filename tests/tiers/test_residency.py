@@ -54,10 +54,10 @@ def stored(tmp_path):
 def fetch(residency, reader, block_group, chunks, collector=None, release=True):
     lease = residency.fetch([BlockRequest(reader, block_group, np.asarray(chunks))], CPU, collector or StatsCollector())
     lease.wait()
-    got = {first + i: block.clone() for first, run in runs_of(lease) for i, block in enumerate(run)}
+    blocks_by_chunk = {first + i: block.clone() for first, run in runs_of(lease) for i, block in enumerate(run)}
     if release:
         lease.release()
-    return got if release else (got, lease)
+    return blocks_by_chunk if release else (blocks_by_chunk, lease)
 
 
 def fetch_fails(residency, reader, error):
@@ -74,9 +74,9 @@ def nothing_is_pinned(residency):
     return not any(pool.pins.any() for tier in residency.tiers for pool in tier._pools.values())
 
 
-def check(got, blocks, reader, block_group, chunks):
-    assert sorted(got) == sorted(chunks)
-    for chunk, block in got.items():
+def check(blocks_by_chunk, blocks, reader, block_group, chunks):
+    assert sorted(blocks_by_chunk) == sorted(chunks)
+    for chunk, block in blocks_by_chunk.items():
         assert torch.equal(block, blocks[reader.id, block_group][chunk])
 
 
@@ -111,42 +111,42 @@ def of_blocks(host, device, staging, direct, policy="lru"):
 
 @pytest.mark.parametrize("direct", [False, True])
 @pytest.mark.parametrize("policy", ["lru", "lfu"])
-@given(asked=requests, host=st.integers(0, 40), device=st.integers(0, 40), staging=st.integers(0, 20))
+@given(fetches=requests, host=st.integers(0, 40), device=st.integers(0, 40), staging=st.integers(0, 20))
 @pytest.mark.thin(2)
-def test_any_budgets_give_the_right_blocks_and_are_kept(stored, asked, host, device, staging, policy, direct):
+def test_any_budgets_give_the_right_blocks_and_are_kept(stored, fetches, host, device, staging, policy, direct):
     _, readers, blocks = stored
     residency = of_blocks(host, device, staging, direct, policy)
-    for which, block_group, chunks in asked:
+    for index, block_group, chunks in fetches:
         chunks = sorted(chunks)
-        check(fetch(residency, readers[which], block_group, chunks), blocks, readers[which], block_group, chunks)
+        check(fetch(residency, readers[index], block_group, chunks), blocks, readers[index], block_group, chunks)
         assert all(tier.allocated <= tier.budget for tier in residency.tiers)
         for reader in readers:
             for number in (0, 1):
-                assert all(len(where) <= 1 for where in tiers_of(residency, reader, number))
+                assert all(len(tiers) <= 1 for tiers in tiers_of(residency, reader, number))
 
 
 @pytest.mark.parametrize("direct", [False, True])
-@given(asked=requests, host=st.integers(0, 40), device=st.integers(0, 40), staging=st.integers(0, 20))
-def test_what_is_fetched_ahead_lies_within_the_budgets(stored, asked, host, device, staging, direct):
+@given(fetches=requests, host=st.integers(0, 40), device=st.integers(0, 40), staging=st.integers(0, 20))
+def test_what_is_fetched_ahead_lies_within_the_budgets(stored, fetches, host, device, staging, direct):
     _, readers, blocks = stored
     on_device = device + staging > 0
     residency = of_blocks(host, device, staging, direct)
-    for which, block_group, chunks in asked:
+    for index, block_group, chunks in fetches:
         chunks = np.array(sorted(chunks))
-        with patch.object(pool_module.Tier, "own_memory", lambda self, rest, size: iter([1 / 0] if len(rest) else [])):
+        with patch.object(pool_module.Tier, "own_memory", lambda self, part, size: iter([1 / 0] if len(part) else [])):
             lease = residency.fetch(
-                [BlockRequest(readers[which], block_group, chunks)], CPU, StatsCollector(), ahead=True
+                [BlockRequest(readers[index], block_group, chunks)], CPU, StatsCollector(), ahead=True
             )
             lease.wait()
-        got = {first + i: block for first, run in runs_of(lease) for i, block in enumerate(run)}
-        check(got, blocks, readers[which], block_group, lease.fetched[0].chunks.tolist())
+        blocks_by_chunk = {first + i: block for first, run in runs_of(lease) for i, block in enumerate(run)}
+        check(blocks_by_chunk, blocks, readers[index], block_group, lease.fetched[0].chunks.tolist())
         assert np.isin(lease.fetched[0].chunks, chunks).all()
         assert not on_device or not slabs_of(residency.host) & {
-            run.untyped_storage().data_ptr() for run in got.values()
+            run.untyped_storage().data_ptr() for run in blocks_by_chunk.values()
         }
         lease.release()
         check(
-            fetch(residency, readers[which], block_group, chunks), blocks, readers[which], block_group, chunks
+            fetch(residency, readers[index], block_group, chunks), blocks, readers[index], block_group, chunks
         )  # now they are needed
     assert nothing_is_pinned(residency)
 
@@ -162,10 +162,10 @@ def test_what_is_fetched_ahead_reaches_a_device_that_keeps_nothing_and_stays_on_
     _, (reader, _), blocks = stored
     registered, read_into, real = [], [], residency_module.read_batch
 
-    def read(*asked):
-        every = [run for some in asked for _, _, runs in some for _, run in runs]
-        read_into.extend(run.untyped_storage().data_ptr() for run in every)
-        return real(*asked)
+    def read(*batches):
+        all_runs = [run for batch in batches for _, _, runs in batch for _, run in runs]
+        read_into.extend(run.untyped_storage().data_ptr() for run in all_runs)
+        return real(*batches)
 
     monkeypatch.setattr(residency_module, "read_batch", read)
     residency = Residency(
@@ -176,9 +176,9 @@ def test_what_is_fetched_ahead_reaches_a_device_that_keeps_nothing_and_stays_on_
         lease = residency.fetch([BlockRequest(reader, 0, np.arange(CHUNKS))], CPU, collector, ahead=True)
         lease.wait()
         (gpu,) = residency._gpus.values()
-        got = {first + i: block for first, run in runs_of(lease) for i, block in enumerate(run)}
-        check(got, blocks, reader, 0, range(CHUNKS))
-        assert {block.untyped_storage().data_ptr() for block in got.values()} <= slabs_of(gpu.staging)
+        blocks_by_chunk = {first + i: block for first, run in runs_of(lease) for i, block in enumerate(run)}
+        check(blocks_by_chunk, blocks, reader, 0, range(CHUNKS))
+        assert {block.untyped_storage().data_ptr() for block in blocks_by_chunk.values()} <= slabs_of(gpu.staging)
         assert 0 < residency.device_bytes[0] <= residency.device_bytes[1] == 1 << 20
         lease.release()
         assert collector.stats.host.hits == turn * CHUNKS
@@ -196,11 +196,11 @@ def test_what_finds_no_room_on_the_device_is_left_until_it_is_needed(stored):
     lease = residency.fetch([BlockRequest(reader, 0, np.arange(CHUNKS))], CPU, StatsCollector(), ahead=True)
     lease.wait()
     assert lease.fetched[0].chunks.tolist() == [0, 1, 2, 3]
-    rest, mine = fetch(residency, reader, 0, range(4, CHUNKS), release=False)  # in memory of its own
-    check(rest, blocks, reader, 0, range(4, CHUNKS))
-    assert mine.owns_memory
+    blocks_by_chunk, own_lease = fetch(residency, reader, 0, range(4, CHUNKS), release=False)  # in memory of its own
+    check(blocks_by_chunk, blocks, reader, 0, range(4, CHUNKS))
+    assert own_lease.owns_memory
     lease.release()
-    mine.release()
+    own_lease.release()
     assert nothing_is_pinned(residency)
 
 
@@ -238,7 +238,7 @@ def test_slabs_are_made_outside_of_the_lock(stored, monkeypatch, device, direct)
         check(fetch(residency, reader, 0, range(CHUNKS)), blocks, reader, 0, range(CHUNKS))
         residency.admit(("other", 0, len(noted.made)), blocks[reader.id, 0])
     assert {name for name, _, _ in noted.made} == {"host", "device" if device else "staging"}
-    assert [made for made in noted.made if made[2]] == []
+    assert [slab for slab in noted.made if slab[2]] == []
     assert all(tier.allocated <= tier.budget for tier in residency.tiers)
 
 
@@ -289,12 +289,12 @@ def test_only_what_is_missing_is_read(stored):
     residency = Residency(1 << 20)
     fetch(residency, reader, 0, [2, 3, 7])
     collector = StatsCollector()
-    got, lease = fetch(residency, reader, 0, range(CHUNKS), collector, release=False)
+    blocks_by_chunk, lease = fetch(residency, reader, 0, range(CHUNKS), collector, release=False)
     assert lease.fetched[0].from_disk.tolist() == [0, 1, 4, 5, 6, 8, 9]
     assert (
         collector.stats.bytes_read == CHUNKS * reader.shape.block_groups[0].block_bytes
     )  # small gaps are read through, and counted
-    assert len(got) == CHUNKS
+    assert len(blocks_by_chunk) == CHUNKS
     lease.release()
 
 
@@ -335,14 +335,14 @@ def test_a_batch_is_one_submission_and_brings_each_its_own(stored, monkeypatch):
     residency, collector = Residency(1 << 20), StatsCollector()
     fetch(residency, b, 0, [3])
     submitted.clear()
-    wanted = [(a, 0, [0, 1, 7]), (b, 0, [2, 3, 4]), (a, 1, [9])]
+    batch = [(a, 0, [0, 1, 7]), (b, 0, [2, 3, 4]), (a, 1, [9])]
     lease = residency.fetch(
-        [BlockRequest(r, block_group, np.array(chunks)) for r, block_group, chunks in wanted], CPU, collector
+        [BlockRequest(r, block_group, np.array(chunks)) for r, block_group, chunks in batch], CPU, collector
     )
     lease.wait()
-    for (reader, block_group, chunks), leased in zip(wanted, lease.fetched, strict=True):
-        got = {first + i: block for first, run in leased.arrived.runs() for i, block in enumerate(run)}
-        check(got, blocks, reader, block_group, chunks)
+    for (reader, block_group, chunks), leased in zip(batch, lease.fetched, strict=True):
+        blocks_by_chunk = {first + i: block for first, run in leased.arrived.runs() for i, block in enumerate(run)}
+        check(blocks_by_chunk, blocks, reader, block_group, chunks)
     lease.release()
     assert len(submitted) == 1
     assert [leased.from_disk.tolist() for leased in lease.fetched] == [[0, 1, 7], [2, 4], [9]]
@@ -355,8 +355,8 @@ def test_what_one_request_of_a_batch_needs_is_not_evicted_for_another(stored):
     size = a.shape.block_groups[0].block_bytes
     residency, collector = Residency(CHUNKS * size + 4096), StatsCollector()
     fetch(residency, b, 0, range(CHUNKS))
-    every = np.arange(CHUNKS)
-    lease = residency.fetch([BlockRequest(a, 0, every), BlockRequest(b, 0, every)], CPU, collector)
+    chunks = np.arange(CHUNKS)
+    lease = residency.fetch([BlockRequest(a, 0, chunks), BlockRequest(b, 0, chunks)], CPU, collector)
     lease.wait()
     lease.release()
     assert (collector.stats.host.hits, collector.stats.disk.blocks) == (CHUNKS, CHUNKS)
@@ -376,8 +376,8 @@ def test_of_a_batch_the_segment_at_fault_is_named(stored, bad):
     assert lease.failed is readers[bad]
     lease.release()
     assert nothing_is_pinned(residency)
-    other = readers[1 - bad]
-    check(fetch(residency, other, 0, range(CHUNKS)), blocks, other, 0, range(CHUNKS))
+    other_reader = readers[1 - bad]
+    check(fetch(residency, other_reader, 0, range(CHUNKS)), blocks, other_reader, 0, range(CHUNKS))
 
 
 def test_blocks_in_use_are_not_evicted(stored):
@@ -395,7 +395,7 @@ def test_blocks_in_use_are_not_evicted(stored):
 
 
 def test_a_damaged_block_fails_the_lease_and_frees_its_slots(stored):
-    store, (reader, other), blocks = stored
+    store, (reader, other_reader), blocks = stored
     path = store.path(reader.id)
     data = bytearray(path.read_bytes())
     data[reader.header.blocks.offset + 4 * reader.shape.block_groups[0].block_bytes] ^= 4
@@ -411,24 +411,24 @@ def test_a_damaged_block_fails_the_lease_and_frees_its_slots(stored):
     assert (collector.stats.disk.hits, collector.stats.disk.misses) == (0, CHUNKS)
     assert tiers_of(residency, reader, 0) == [set()] * CHUNKS
     assert all((pool.owner < 0).all() and not pool.pins.any() for pool in residency.host._pools.values())
-    check(fetch(residency, other, 0, range(CHUNKS)), blocks, other, 0, range(CHUNKS))
+    check(fetch(residency, other_reader, 0, range(CHUNKS)), blocks, other_reader, 0, range(CHUNKS))
 
 
 def test_a_tier_that_gets_no_memory_stays_as_it_is(stored):
     """The blocks arrive in the request's own memory, and nothing remains held."""
-    _, (reader, other), blocks = stored
-    residency, asked = Residency(1 << 20), []
+    _, (reader, other_reader), blocks = stored
+    residency, sizes = Residency(1 << 20), []
 
     def refuse_a_slab(nbytes):
-        asked.append(nbytes)
-        if len(asked) == 1:
+        sizes.append(nbytes)
+        if len(sizes) == 1:
             raise MemoryError("planted")
         return aligned_bytes(nbytes)
 
     residency.host.allocate = refuse_a_slab
     check(fetch(residency, reader, 0, range(CHUNKS)), blocks, reader, 0, range(CHUNKS))
     assert residency.host.budget == residency.host.allocated == 0
-    check(fetch(residency, other, 0, range(CHUNKS)), blocks, other, 0, range(CHUNKS))
+    check(fetch(residency, other_reader, 0, range(CHUNKS)), blocks, other_reader, 0, range(CHUNKS))
 
 
 def test_a_fetch_that_cannot_begin_holds_nothing(stored, monkeypatch):
@@ -439,9 +439,9 @@ def test_a_fetch_that_cannot_begin_holds_nothing(stored, monkeypatch):
     def refuse(*args):
         raise MemoryError("planted")
 
-    for where in ((pool_module.Tier, "own_memory"), (residency_module, "read_batch")):
+    for target in ((pool_module.Tier, "own_memory"), (residency_module, "read_batch")):
         with monkeypatch.context() as patch:
-            patch.setattr(*where, refuse)
+            patch.setattr(*target, refuse)
             fetch_fails(residency, reader, MemoryError)
         assert nothing_is_pinned(residency)
     check(fetch(residency, reader, 0, range(CHUNKS)), blocks, reader, 0, range(CHUNKS))
@@ -476,11 +476,11 @@ def test_a_device_without_memory_fails_the_fetch_and_frees_its_slots(stored):
 
 def test_blocks_that_cannot_be_admitted_leave_their_slots_free(stored):
     _, (reader, _), blocks = stored
-    residency, owner, mine = Residency(1 << 20), reader.owners[0], blocks[reader.id, 0]
+    residency, owner, segment_blocks = Residency(1 << 20), reader.owners[0], blocks[reader.id, 0]
     with pytest.raises(RuntimeError):
-        residency.admit(owner, mine.to("meta"))  # such a copy fails midway
+        residency.admit(owner, segment_blocks.to("meta"))  # such a copy fails midway
     assert all((pool.owner < 0).all() and not pool.pins.any() for pool in residency.host._pools.values())
-    residency.admit(owner, mine)
+    residency.admit(owner, segment_blocks)
     assert tiers_of(residency, reader, 0) == [{"host"}] * CHUNKS
 
 
@@ -533,8 +533,8 @@ def test_memory_of_a_lease_comes_in_pieces_no_larger_than_a_slab(stored, monkeyp
     size = reader.shape.block_groups[0].block_bytes
     monkeypatch.setattr(pool_module, "SLAB_BYTES", 4 * size + 4096)
     residency = Residency(0)
-    got, lease = fetch(residency, reader, 0, [0, 1, 2, 3, 4, 5, 8, 9], release=False)
-    check(got, blocks, reader, 0, [0, 1, 2, 3, 4, 5, 8, 9])
+    blocks_by_chunk, lease = fetch(residency, reader, 0, [0, 1, 2, 3, 4, 5, 8, 9], release=False)
+    check(blocks_by_chunk, blocks, reader, 0, [0, 1, 2, 3, 4, 5, 8, 9])
     assert [(first, len(run)) for first, run in runs_of(lease)] == [(0, 4), (4, 2), (8, 2)]
     lease.release()
 
@@ -604,9 +604,9 @@ class SlowStream(CopyStream):
 @pytest.fixture
 def stream(monkeypatch):
     """Return the side stream of the only device."""
-    made = SlowStream()
-    monkeypatch.setattr(device_module, "copy_stream", lambda device: made)
-    return made
+    slow_stream = SlowStream()
+    monkeypatch.setattr(device_module, "copy_stream", lambda device: slow_stream)
+    return slow_stream
 
 
 def test_slots_wait_for_the_device_to_be_done_with_them(stored, stream):
@@ -653,9 +653,9 @@ def test_a_direct_read_waits_for_what_is_copied_from_its_slots(stored, stream, m
     _, (reader, _), _ = stored
     real = residency_module.read_batch
 
-    def read(*asked):
+    def read(*batches):
         stream.log.append("read")
-        return real(*asked)
+        return real(*batches)
 
     monkeypatch.setattr(residency_module, "read_batch", read)
     monkeypatch.setattr(DoneEvent, "synchronize", lambda event: stream.log.append("waited"))
@@ -759,26 +759,26 @@ def test_the_host_keeps_what_stands_higher_than_what_the_device_gives_up(stored)
 @pytest.mark.parametrize("direct", [False, True])
 @pytest.mark.parametrize("policy", ["attention", "importance"])
 @given(
-    asked=requests,
+    fetches=requests,
     host=st.integers(0, 40),
     device=st.integers(0, 40),
     staging=st.integers(0, 20),
     ahead=st.booleans(),
 )
 @pytest.mark.thin(2)
-def test_any_budgets_give_the_right_blocks_by_scores_too(stored, asked, host, device, staging, ahead, policy, direct):
+def test_any_budgets_give_the_right_blocks_by_scores_too(stored, fetches, host, device, staging, ahead, policy, direct):
     _, readers, blocks = stored
     residency = of_blocks(host, device, staging, direct, policy)
-    for number, (which, block_group, chunks) in enumerate(asked):
-        reader, wanted = readers[which], np.array(sorted(chunks))
-        told(residency, reader, block_group, wanted[::2], 1 / (1 + number))
-        lease = residency.fetch([BlockRequest(reader, block_group, wanted)], CPU, StatsCollector(), ahead=ahead)
+    for number, (index, block_group, chunks) in enumerate(fetches):
+        reader, chunk_array = readers[index], np.array(sorted(chunks))
+        told(residency, reader, block_group, chunk_array[::2], 1 / (1 + number))
+        lease = residency.fetch([BlockRequest(reader, block_group, chunk_array)], CPU, StatsCollector(), ahead=ahead)
         lease.wait()
-        got = {first + i: block.clone() for first, run in runs_of(lease) for i, block in enumerate(run)}
-        check(got, blocks, reader, block_group, lease.fetched[0].chunks.tolist())
+        blocks_by_chunk = {first + i: block.clone() for first, run in runs_of(lease) for i, block in enumerate(run)}
+        check(blocks_by_chunk, blocks, reader, block_group, lease.fetched[0].chunks.tolist())
         lease.release()
         assert all(tier.allocated <= tier.budget for tier in residency.tiers)
         for reader in readers:
             for group in (0, 1):
-                assert all(len(where) <= 1 for where in tiers_of(residency, reader, group))
+                assert all(len(tiers) <= 1 for tiers in tiers_of(residency, reader, group))
     assert nothing_is_pinned(residency)

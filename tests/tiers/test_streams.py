@@ -65,8 +65,8 @@ class Reader:
 class WholeBlocks(LateCheck):
     """Check on the device that reads its blocks, and finds no error. Its own memory does not belong to the tiers."""
 
-    def __init__(self, stream, asked) -> None:
-        blocks = [run for *_, runs in asked for _, run in runs]
+    def __init__(self, stream, batches) -> None:
+        blocks = [run for *_, runs in batches for _, run in runs]
         stream.world.act(COPIES, blocks, [], "check")
         self._mismatches, self._done_event = torch.zeros(len(blocks), dtype=torch.bool), stream.copied()
         self._intact = None
@@ -85,10 +85,10 @@ class Disk:
     def __init__(self, world: World) -> None:
         self.world, self.pending = world, []
 
-    def read_batch(self, asked, unseen=()):
+    def read_batch(self, requests, unseen=()):
         future: Future[int] = Future()
         future.set_running_or_notify_cancel()
-        runs = [run for *_, runs in (*asked, *unseen) for _, run in runs]
+        runs = [run for *_, runs in (*requests, *unseen) for _, run in runs]
         self.pending.append((future, self.world.new_actor(), runs))
         return future
 
@@ -140,11 +140,11 @@ class Run:
         self.residency = self.open()
         gc.collect()
 
-    def go(self, later: str | None = None) -> None:
+    def go(self, later_access: str | None = None) -> None:
         """Run until there is a race, or one whose later access has this name."""
         with Watch(self.world):
             for self.world.now in range(STEPS):
-                if self.found(later):
+                if self.found(later_access):
                     break
                 random = self.random.random()
                 if random < 0.42:
@@ -160,8 +160,8 @@ class Run:
                 elif self.leases:
                     self.end(self.leases.pop(self.random.randrange(len(self.leases))))
 
-    def found(self, later: str | None) -> bool:
-        return any(later in (None, race.later) for race in self.world.races)
+    def found(self, later_access: str | None) -> bool:
+        return any(later_access in (None, race.later_access) for race in self.world.races)
 
     def fetch(self) -> None:
         """Fetch blocks of one or two segments for the device, now or ahead, or all for a model on the host."""
@@ -170,9 +170,9 @@ class Run:
             count = CHUNKS if device is OTHER else self.random.randint(1, CHUNKS)
             chunks = np.array(sorted(self.random.sample(range(CHUNKS), count)))
             requests.append(BlockRequest(reader, self.random.randint(0, 1), chunks))
-        ahead, others = self.random.random() < 0.3, self.random.sample(self.readers, self.random.choice((0, 0, 1, 3)))
-        later = [BlockRequest(reader, self.random.randint(0, 1), np.arange(CHUNKS)) for reader in others]
-        lease = self.residency.fetch(requests, device, StatsCollector(), ahead, later)
+        ahead, sample = self.random.random() < 0.3, self.random.sample(self.readers, self.random.choice((0, 0, 1, 3)))
+        later_requests = [BlockRequest(reader, self.random.randint(0, 1), np.arange(CHUNKS)) for reader in sample]
+        lease = self.residency.fetch(requests, device, StatsCollector(), ahead, later_requests)
         if device is OTHER or self.random.random() < 0.3:
             self.end(lease)
         else:
@@ -200,17 +200,17 @@ class Run:
         lease.release()
 
 
-def races(monkeypatch, direct: bool, seeds: Iterable[int] = SEEDS, later: str | None = None) -> set[Race]:
+def races(monkeypatch, direct: bool, seeds: Iterable[int] = SEEDS, later_access: str | None = None) -> set[Race]:
     """Return the races of the first run that has any, or one whose later access has this name."""
     for seed in seeds:
         with monkeypatch.context() as patch:
             run = Run(seed, direct, patch)
             try:
-                run.go(later)
+                run.go(later_access)
             except Exception:
                 if not run.world.races:  # else the books broke behind it
                     raise
-        if run.found(later):
+        if run.found(later_access):
             return set(run.world.races)
     return set()
 
@@ -293,4 +293,4 @@ def test_each_synchronisation_that_is_taken_away_is_missed(monkeypatch, removed,
 
 def test_a_direct_read_waits_for_what_is_moving_down(monkeypatch):
     nobody_waits_for_events(monkeypatch)
-    assert races(monkeypatch, direct=True, later="read from disk")
+    assert races(monkeypatch, direct=True, later_access="read from disk")

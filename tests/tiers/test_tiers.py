@@ -82,31 +82,31 @@ class TierMachine(RuleBasedStateMachine):
                 self.held[(*owner, int(chunk))][0] = self.tier.clock
                 self.held[(*owner, int(chunk))][1] += 1
                 assert self.memory(pool, slot)[:8].view(torch.int64).item() == self.stamp(owner, chunk)
-        missing = chunks[~present]
+        missing_chunks = chunks[~present]
         self.gone.clear()
         pinned_before = {key for _, _, keys in self.pinned for key in keys} | {
             (*owner, int(c)) for c in chunks[present]
         }
-        _, new, _ = self.tier.acquire(block_bytes, len(missing))
+        _, new, _ = self.tier.acquire(block_bytes, len(missing_chunks))
         assert not pinned_before & set(self.gone)
         self.check_victims(pool, block_group)
         for key in self.gone:
             del self.held[key]
-        missing = missing[: len(new)]
-        pool.chunk[new] = missing
-        for slot, chunk in zip(new, missing, strict=True):
+        missing_chunks = missing_chunks[: len(new)]
+        pool.chunk[new] = missing_chunks
+        for slot, chunk in zip(new, missing_chunks, strict=True):
             self.memory(pool, slot)[:8].view(torch.int64).fill_(self.stamp(owner, chunk))
         if len(new):
-            self.tier.insert(pool, new, owner, missing, CHUNKS)
-            assert np.array_equal(self.tier.lookup(owner, missing), new)
-        for chunk in missing.tolist():
+            self.tier.insert(pool, new, owner, missing_chunks, CHUNKS)
+            assert np.array_equal(self.tier.lookup(owner, missing_chunks), new)
+        for chunk in missing_chunks.tolist():
             self.held[(*owner, chunk)] = [self.tier.clock, 1]
-        mine = np.concatenate([slots[present], new]).astype(np.int64)
-        keys = [(*owner, int(c)) for c in np.concatenate([chunks[present], missing])]
+        held_slots = np.concatenate([slots[present], new]).astype(np.int64)
+        keys = [(*owner, int(c)) for c in np.concatenate([chunks[present], missing_chunks])]
         if keep:
-            self.pinned.append((pool, mine, keys))
+            self.pinned.append((pool, held_slots, keys))
         else:
-            pool.unpin(mine)
+            pool.unpin(held_slots)
 
     def check_victims(self, pool, block_group):
         """Assert that evicted blocks of one size scored no higher than evictable blocks that stayed."""
@@ -140,9 +140,9 @@ class TierMachine(RuleBasedStateMachine):
         for change in self.tier._scores.note([(owner, CHUNKS, ascending, np.full(len(ascending), mass), share)]):
             self.tier.rescore(*change)
         for chunk in chunks:
-            known = self.scores.setdefault((*owner, chunk), [0.0, 0.0])
-            known[0] = 0.5 if self.policy == "importance" else known[0] + mass  # a moving average of the same share
-            known[1] += 1
+            score = self.scores.setdefault((*owner, chunk), [0.0, 0.0])
+            score[0] = 0.5 if self.policy == "importance" else score[0] + mass  # a moving average of the same share
+            score[1] += 1
 
     @rule()
     def unpin(self):
@@ -233,16 +233,16 @@ def test_a_pool_in_use_takes_memory_from_one_that_is_not():
 @pytest.mark.parametrize("block_bytes", [4096, 65536, 3 * 65536, 1 << 20])
 def test_a_slab_with_its_alignment_is_no_larger_than_a_power_of_two(block_bytes):
     """PyTorch page-locks whole powers of two: one byte more would cost as much again."""
-    asked = []
+    sizes = []
 
     def allocate(nbytes):
-        asked.append(nbytes + ALIGNMENT)
+        sizes.append(nbytes + ALIGNMENT)
         return torch.empty(nbytes, dtype=torch.uint8)
 
     tier = Tier("host", 8 * SLAB_BYTES, make_policy("lru"), allocate)
     tier.acquire(block_bytes, 2 * SLAB_BYTES // block_bytes)
-    assert len(asked) >= 2
-    assert SLAB_BYTES - block_bytes <= asked[0] <= SLAB_BYTES
+    assert len(sizes) >= 2
+    assert SLAB_BYTES - block_bytes <= sizes[0] <= SLAB_BYTES
     assert SLAB_BYTES.bit_count() == 1
 
 
@@ -258,25 +258,25 @@ def test_blocks_of_several_sizes_find_room_in_a_small_budget(budget):
 @pytest.mark.parametrize("budget", [12, 16, 32, 64, 79, 80, 127, 128, 512])
 def test_slabs_for_direct_reads_are_allocations_of_their_own(budget):
     """PyTorch cuts what is smaller than 10 MiB out of 20 MiB, and another address is registered than is read to."""
-    made = []
+    sizes = []
 
     def allocate(nbytes):
-        made.append(nbytes + ALIGNMENT)
+        sizes.append(nbytes + ALIGNMENT)
         return torch.empty(nbytes, dtype=torch.uint8)
 
     tier = Tier("device", budget << 20, make_policy("lru"), allocate, least_slab=pool_module.DIRECT_SLAB_BYTES)
     assert len(tier.acquire(32 << 10, 1)[1]) == 1
-    assert 10 << 20 <= made[0] <= min(SLAB_BYTES, budget << 20)
+    assert 10 << 20 <= sizes[0] <= min(SLAB_BYTES, budget << 20)
 
 
 def test_a_tier_goes_on_with_the_memory_it_could_get(caplog, monkeypatch):
     """It says so once, and asks again later."""
-    asked, now = [], [1000.0]
-    monkeypatch.setattr(pool_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    sizes, clock = [], [1000.0]
+    monkeypatch.setattr(pool_module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
 
     def allocate(nbytes):
-        asked.append(nbytes)
-        if len(asked) > 1:
+        sizes.append(nbytes)
+        if len(sizes) > 1:
             raise torch.OutOfMemoryError("planted")
         return torch.zeros(nbytes, dtype=torch.uint8)
 
@@ -289,12 +289,12 @@ def test_a_tier_goes_on_with_the_memory_it_could_get(caplog, monkeypatch):
     tier.insert(pool, slots, ("s", 0), np.arange(len(slots)), len(slots))
     pool.unpin(slots)
     assert len(tier.acquire(65536, 2 * count)[1]) == count - 1  # others go instead
-    assert len(asked) == 2
-    now[0] += pool_module.RETRY_SECONDS
+    assert len(sizes) == 2
+    clock[0] += pool_module.RETRY_SECONDS
     assert tier.budget == 8 * SLAB_BYTES
     assert len(tier.acquire(65536, 2 * count)[1]) == 0
-    assert len(asked) == 3
-    now[0] += pool_module.RETRY_SECONDS
+    assert len(sizes) == 3
+    clock[0] += pool_module.RETRY_SECONDS
     monkeypatch.setattr(tier, "allocate", lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8))
     assert len(tier.acquire(65536, count // 2)[1]) == count // 2
     assert ["planted" in record.message for record in caplog.records] == [True]
@@ -317,8 +317,8 @@ def test_lru_and_lfu_disagree_where_they_should():
 def test_the_host_keeps_what_scores_higher_than_what_it_has(arriving, resident, free):
     """The reference is a heap; blocks arrive one after the other, the best first."""
     usage = [
-        Usage(*np.zeros((2, len(some)), np.int64), *np.array(some, float).reshape(-1, 2).T)
-        for some in (arriving, resident)
+        Usage(*np.zeros((2, len(blocks)), np.int64), *np.array(blocks, float).reshape(-1, 2).T)
+        for blocks in (arriving, resident)
     ]
     heap, expected = sorted(i * f for i, f in resident), [False] * len(arriving)
     slots = free
@@ -332,9 +332,9 @@ def test_the_host_keeps_what_scores_higher_than_what_it_has(arriving, resident, 
         expected[index] = True
     order = np.argsort(usage[1].importance * usage[1].accesses)[: max(0, len(arriving) - free)]
     usage[1] = Usage(*(getattr(usage[1], field.name)[order] for field in fields(Usage)))  # as they would be evicted
-    found = make_policy("attention").keeps(*usage, free)
+    is_kept = make_policy("attention").keeps(*usage, free)
     score = np.array([i * f for i, f in arriving])
-    assert sorted(score[found]) == sorted(score[np.array(expected)])
+    assert sorted(score[is_kept]) == sorted(score[np.array(expected)])
     assert make_policy("lru").keeps(*usage, free).all()
 
 
@@ -347,15 +347,15 @@ def test_attention_evicts_the_first_ones_in_order_of_score_and_use(blocks, count
 
 
 def test_scores_outlive_the_process_in_bytes():
-    table, later = (ScoreTable(make_policy("attention").learn) for _ in range(2))
+    table, other_table = (ScoreTable(make_policy("attention").learn) for _ in range(2))
     table.note([(("s", 2), 5, np.array([1, 4]), np.array([0.5, 0.25]), np.ones(2))])
     table.note([(("s", 2), 5, np.array([1]), np.array([0.5]), np.ones(1))])
     changes = table.changes()
     assert table.changes() == []
-    later.load(changes)
-    for found in (table, later):
-        assert found.of(("s", 2), np.array([0, 1, 4])).tolist() == [[0, 1, 0.25], [0, 2, 1]]
-        assert found.of(("t", 0), np.array([3])).tolist() == [[0], [0]]
+    other_table.load(changes)
+    for scores in (table, other_table):
+        assert scores.of(("s", 2), np.array([0, 1, 4])).tolist() == [[0, 1, 0.25], [0, 2, 1]]
+        assert scores.of(("t", 0), np.array([3])).tolist() == [[0], [0]]
 
 
 def test_importance_is_a_moving_average_of_the_chosen_share():
