@@ -12,12 +12,12 @@ PROMPTS = [prompt(100, seed=seed) for seed in range(10, 18)]
 
 
 @torch.no_grad()
-def check(model, store, ids=IDS, restored=None):
+def check(model, store, ids=IDS, tokens_restored=None):
     """Restore a prompt, compare its answer, and return the number of restored tokens."""
     cache = TieredCache(model, store, record=False)
     logits = model(input_ids=ids, past_key_values=cache, logits_to_keep=1).logits
     torch.testing.assert_close(logits, model(input_ids=ids, logits_to_keep=1).logits)
-    assert restored in (None, cache.stats.tokens_restored)
+    assert tokens_restored in (None, cache.stats.tokens_restored)
     return cache.stats.tokens_restored
 
 

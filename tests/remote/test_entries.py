@@ -24,12 +24,12 @@ def restore(model, store, ids, **options):
     """Restore a prompt, compare its answer bit for bit, and return the number of restored tokens."""
     cache = TieredCache(model, store, **options)
     logits = model(input_ids=ids, past_key_values=cache, logits_to_keep=1).logits
-    restored = cache.stats.tokens_restored
-    if restored and "codec" not in options:
-        known = prefilled(model, [kv_of(model, ids)], restored)
-        expected = model(input_ids=ids[:, restored:], past_key_values=known, logits_to_keep=1).logits
+    tokens_restored = cache.stats.tokens_restored
+    if tokens_restored and "codec" not in options:
+        reference_cache = prefilled(model, [kv_of(model, ids)], tokens_restored)
+        expected = model(input_ids=ids[:, tokens_restored:], past_key_values=reference_cache, logits_to_keep=1).logits
         torch.testing.assert_close(logits, expected, rtol=0, atol=1e-6 if ROUNDS_MORE else 0)
-    return restored
+    return tokens_restored
 
 
 def stored_tokens(ids):
@@ -87,9 +87,9 @@ def test_the_beginning_of_an_encrypted_or_coded_segment_is_brought(model, machin
     assert store.verify().ok
     first, _ = machine("c", place="elsewhere", **options)
     share(model, first, DOCUMENTS[0])
-    same = TieredCache(model, first, record=False)
+    own_cache = TieredCache(model, first, record=False)
     with torch.no_grad():
-        assert torch.equal(logits, model(input_ids=DOCUMENTS[1], past_key_values=same, logits_to_keep=1).logits)
+        assert torch.equal(logits, model(input_ids=DOCUMENTS[1], past_key_values=own_cache, logits_to_keep=1).logits)
 
 
 @pytest.mark.parametrize("chunk_tokens", [16, 32, 64, 256])

@@ -53,10 +53,10 @@ def repository(tmp_path, monkeypatch):
                 return self.answer(200, json.dumps({"id": "me/corpus", "sha": state.commit}).encode())
             if path == f"/api/datasets/me/corpus/tree/{state.commit}/kv":
                 return self.answer(200, json.dumps(list(entries(state.root))).encode())
-            found = re.fullmatch(f"/datasets/me/corpus/resolve/{state.commit}/(.*)", path)
-            if found is None or not (state.root / found[1]).is_file():
+            match = re.fullmatch(f"/datasets/me/corpus/resolve/{state.commit}/(.*)", path)
+            if match is None or not (state.root / match[1]).is_file():
                 return self.answer(404, b"{}", [("X-Error-Code", "EntryNotFound")])
-            content = (state.root / found[1]).read_bytes()
+            content = (state.root / match[1]).read_bytes()
             first, last = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
             return self.answer(206, content[first : last + 1]) if state.ranges else self.answer(200, content)
 
@@ -92,8 +92,8 @@ def publish(model, repository, tmp_path, ids=IDS):
     """Store a prompt in the folder that is the repository, as the documentation says."""
     with KVStore(tmp_path / "corpus") as store:
         store.precompute(model, ids[0], progress=False)
-    done = CliRunner().invoke(app, ["copy", str(tmp_path / "corpus"), f"file://{repository.root}/kv"])
-    assert done.exit_code == 0, done.output
+    result = CliRunner().invoke(app, ["copy", str(tmp_path / "corpus"), f"file://{repository.root}/kv"])
+    assert result.exit_code == 0, result.output
 
 
 def test_prompts_are_restored_from_a_repository(model, repository, tmp_path):
@@ -112,9 +112,9 @@ def test_prompts_are_restored_from_a_repository(model, repository, tmp_path):
 
 def test_a_repository_is_copied_and_listed(model, repository, tmp_path):
     publish(model, repository, tmp_path)
-    done = CliRunner().invoke(app, ["copy", REPO, str(tmp_path / "worker")])
-    assert done.exit_code == 0, done.output
-    assert "copied 1 segment" in done.output
+    result = CliRunner().invoke(app, ["copy", REPO, str(tmp_path / "worker")])
+    assert result.exit_code == 0, result.output
+    assert "copied 1 segment" in result.output
     (row,) = json.loads(CliRunner().invoke(app, ["ls", REPO, "--json"]).stdout)
     assert row["tokens"] == 96
 
@@ -152,9 +152,9 @@ def test_nothing_is_written_to_a_repository(model, repository, tmp_path):
         with pytest.raises(OSError, match="only read: copy to file:///folder") as error:
             call()
         assert error.value.errno == errno.EROFS
-    done = CliRunner().invoke(app, ["copy", str(tmp_path / "corpus"), "hf://datasets/me/corpus@v1/other"])
-    assert done.exit_code == 1
-    assert "only read: copy to file:///folder" in done.output
+    result = CliRunner().invoke(app, ["copy", str(tmp_path / "corpus"), "hf://datasets/me/corpus@v1/other"])
+    assert result.exit_code == 1
+    assert "only read: copy to file:///folder" in result.output
 
 
 def test_a_listed_file_that_is_gone_is_an_error_and_asked_for_once(repository):

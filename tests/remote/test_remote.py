@@ -34,10 +34,10 @@ def answer(model, store, ids=IDS, **options):
 
 
 @torch.no_grad()
-def expected(model, restored, ids=IDS):
+def expected(model, tokens_restored, ids=IDS):
     """Logits with the KV of a `DynamicCache` that was filled by one pass over the prompt and cropped."""
-    cache = prefilled(model, [kv_of(model, ids)], restored)
-    return model(input_ids=ids[:, restored:], past_key_values=cache, logits_to_keep=1).logits
+    cache = prefilled(model, [kv_of(model, ids)], tokens_restored)
+    return model(input_ids=ids[:, tokens_restored:], past_key_values=cache, logits_to_keep=1).logits
 
 
 def shared(model, store, ids=IDS):
@@ -54,8 +54,8 @@ def test_another_machine_restores_what_one_has_computed(model, machine, options)
     first, _ = machine("a", **options)
     shared(model, first)
     second, _ = machine("b", **options)
-    logits, restored = answer(model, second)
-    assert restored == 192
+    logits, tokens_restored = answer(model, second)
+    assert tokens_restored == 192
     assert torch.equal(logits, answer(model, first)[0])
     if "codec" not in options:
         assert torch.equal(logits, expected(model, 192))
@@ -72,8 +72,8 @@ def test_stores_share_prompts_through_every_engine(model, tmp_path, place_of, ki
         shared(model, store)
         assert store.stats.remote.segments_written == 1
     with KVStore(tmp_path / "b", remote=address) as store:
-        logits, restored = answer(model, store)
-        assert (restored, store.stats.remote.errors) == (192, 0)
+        logits, tokens_restored = answer(model, store)
+        assert (tokens_restored, store.stats.remote.errors) == (192, 0)
         assert torch.equal(logits, expected(model, 192))
         (row,) = store.segments()
         assert store.remove([row.id]) == 1
@@ -97,13 +97,13 @@ with torch.no_grad(), KVStore(folder, remote=address) as store:
     print(cache.stats.tokens_restored)
 """
     code = f"import sys; sys.path.insert(0, {str(Path(processes.__file__).parent)!r})\n{code}"
-    restored = []
+    restored_counts = []
     for number in range(3):
         arguments = [str(tmp_path / f"folder{number}"), address, str(tmp_path / f"{number}.pt")]
-        done = processes.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stderr
-        restored.append(int(done.stdout))
-    assert restored == [0, 192, 192]
+        process = processes.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=120)
+        assert process.returncode == 0, process.stderr
+        restored_counts.append(int(process.stdout))
+    assert restored_counts == [0, 192, 192]
     second, third = (torch.load(tmp_path / f"{number}.pt") for number in (1, 2))
     assert torch.equal(second, third)
     assert torch.equal(second, expected(build("llama"), 192))
@@ -115,8 +115,8 @@ def test_a_prompt_of_several_segments_takes_one_look_up(model, machine):
         shared(model, first, IDS[:, :tokens])
     assert first.stats.segments == 3
     second, remote = machine("b")
-    logits, restored = answer(model, second)
-    assert restored == 192
+    logits, tokens_restored = answer(model, second)
+    assert tokens_restored == 192
     assert remote.calls["look_up"] == 1
     assert torch.equal(logits, answer(model, first)[0])
     answer(model, second)
@@ -164,14 +164,14 @@ def test_answers_are_remembered_for_seconds(model, machine, monkeypatch):
     assert second.stats.remote.misses == {tier.ABSENT: 3}
 
 
-@pytest.mark.parametrize(("write", "sent"), [("always", 2), ("pinned", 1), ("never", 0)])
-def test_remote_write_says_which_segments_are_sent(model, machine, write, sent):
+@pytest.mark.parametrize(("write", "count"), [("always", 2), ("pinned", 1), ("never", 0)])
+def test_remote_write_says_which_segments_are_sent(model, machine, write, count):
     store, remote = machine("a", remote_write=write)
     store.precompute(model, PREFIX[0], pin=True, progress=False)
     store.precompute(model, PREFIX[0].flip(0), progress=False)
     store.flush()
-    assert (len(remote.segments()), len(remote.entries())) == (sent, 5 * sent)  # at 1, 2, 4, 8 and 12 prefix hashes
-    assert store.stats.remote.segments_written == sent
+    assert (len(remote.segments()), len(remote.entries())) == (count, 5 * count)  # at 1, 2, 4, 8, 12 prefix hashes
+    assert store.stats.remote.segments_written == count
 
 
 def test_removed_segments_leave_the_remote_and_evicted_ones_do_not(model, machine):
@@ -231,9 +231,9 @@ def test_methods_use_what_the_remote_brings(model, machine):
     with torch.no_grad():
         logits = model(input_ids=IDS, past_key_values=cache, logits_to_keep=1).logits
     assert cache.stats.tokens_attended < cache.stats.tokens_restored == 192
-    same = TieredCache(model, first, method=method, record=False)
+    reference_cache = TieredCache(model, first, method=method, record=False)
     with torch.no_grad():
-        assert torch.equal(logits, model(input_ids=IDS, past_key_values=same, logits_to_keep=1).logits)
+        assert torch.equal(logits, model(input_ids=IDS, past_key_values=reference_cache, logits_to_keep=1).logits)
 
 
 def test_lookup_and_warm_bring_a_prompt(model, machine):
@@ -256,19 +256,19 @@ def test_tenants_with_other_keys_or_salts_share_nothing(model, machine):
         store.flush()
     for number, options in enumerate(tenants):
         store, remote = machine(f"b{number}", **options)
-        logits, restored = answer(model, store)
-        assert restored == 192
+        logits, tokens_restored = answer(model, store)
+        assert tokens_restored == 192
         assert torch.equal(logits, expected(model, 192))
     assert len(remote.segments()) == len(tenants)
 
 
 def test_with_a_key_the_remote_sees_neither_kv_nor_tokens(model, machine):
-    plain, seen = machine("plain", place="other")
+    plain, other_remote = machine("plain", place="other")
     shared(model, plain)
     secret, remote = machine("a", key=bytes(32))
     shared(model, secret)
-    (clear,), (sealed,) = ([r.objects[name][1] for name in r.segments()] for r in (seen, remote))
-    assert not set(seen.entries()) & set(remote.entries())
+    (clear,), (sealed,) = ([r.objects[name][1] for name in r.segments()] for r in (other_remote, remote))
+    assert not set(other_remote.entries()) & set(remote.entries())
     step = 64
     pieces = {clear[at : at + step] for at in range(8192, len(clear) - step, step)} - {bytes(step)}
     assert not any(piece in sealed for piece in list(pieces)[:2000])
@@ -278,15 +278,15 @@ def test_planted_data_of_others_is_not_served(model, machine):
     """Who can write to the remote, but has not the key, cannot make a holder of the key use data."""
     owner, remote = machine("a", key=bytes(32))
     shared(model, owner)
-    plain, other = machine("b", place="other")
+    plain, other_remote = machine("b", place="other")
     shared(model, plain)
     (segment,) = remote.segments()
-    remote.objects[segment] = other.objects[other.segments()[0]]
+    remote.objects[segment] = other_remote.objects[other_remote.segments()[0]]
     for entry in remote.entries():
-        remote.objects[entry] = other.objects[other.entries()[0]]
+        remote.objects[entry] = other_remote.objects[other_remote.entries()[0]]
     reader, _ = machine("c", key=bytes(32))
-    logits, restored = answer(model, reader)
-    assert restored == 0
+    logits, tokens_restored = answer(model, reader)
+    assert tokens_restored == 0
     assert torch.equal(logits, model(input_ids=IDS, logits_to_keep=1).logits)
 
 
@@ -319,8 +319,8 @@ def test_settings_name_the_remote(model, tmp_path, monkeypatch):
 
 def test_clients_are_imported_when_they_are_used():
     code = "import sys, hf_tiered_cache; print([m for m in ('obstore', 'redis', 'mooncake') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout.strip() == "[]"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert process.stdout.strip() == "[]"
 
 
 @pytest.mark.parametrize(
@@ -364,13 +364,13 @@ def test_passwords_are_shown_nowhere(model, tmp_path, address, caplog, capfd):
     try:
         store = KVStore(tmp_path / "store", remote=address)
     except ConfigError as error:
-        said = repr(error) + str(error.__cause__)
+        text = repr(error) + str(error.__cause__)
     else:
         with store:
             answer(model, store)
             store.flush()
-            said = repr(store) + str(store.stats) + repr(store.stats.as_dict())
-    assert "hunter2" not in said + caplog.text + "".join(capfd.readouterr())
+            text = repr(store) + str(store.stats) + repr(store.stats.as_dict())
+    assert "hunter2" not in text + caplog.text + "".join(capfd.readouterr())
     assert not any(b"hunter2" in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
     config = CliRunner().invoke(app, ["config"], env={"HF_TIERED_CACHE_REMOTE": address})
     assert "hunter2" not in config.output

@@ -25,10 +25,10 @@ def test_after_a_few_failures_a_remote_is_left_alone(model, machine, call, error
     store, remote = machine("b")
     remote.errors[call] = error
     for ids in PROMPTS[:3]:
-        check(model, store, ids, restored=0)
+        check(model, store, ids, tokens_restored=0)
     before = remote.calls.total()
     for ids in PROMPTS[3:6]:
-        check(model, store, ids, restored=0)
+        check(model, store, ids, tokens_restored=0)
     assert remote.calls.total() - before <= 3  # lookups alone, if they answer
     stats = store.stats.remote
     assert (stats.hits, stats.lookups, stats.errors) == (0, 6, 3)
@@ -44,7 +44,7 @@ def test_after_a_few_failures_a_remote_is_left_alone(model, machine, call, error
         assert time.monotonic() < deadline
         time.sleep(0.01)
         check(model, store, PROMPTS[6])
-    check(model, store, PROMPTS[7], restored=96)
+    check(model, store, PROMPTS[7], tokens_restored=96)
 
 
 def test_writes_that_fail_are_counted_and_lose_nothing(model, machine):
@@ -55,7 +55,7 @@ def test_writes_that_fail_are_counted_and_lose_nothing(model, machine):
     assert (stats.segments_written, stats.dropped_writes) == (0, 5)
     assert remote.calls["put"] == link._FAILURES
     for ids in PROMPTS[:5]:
-        check(model, store, ids, restored=96)
+        check(model, store, ids, tokens_restored=96)
     assert store.stats.segments == 5
 
 
@@ -65,16 +65,16 @@ def test_a_full_remote_serves_what_it_has(model, machine):
     stats = store.stats.remote
     assert stats.segments_written >= 1
     assert stats.segments_written + stats.dropped_writes == 5
-    other, _ = machine("b")
-    assert sum(check(model, other, ids) == 96 for ids in PROMPTS[:5]) == stats.segments_written
+    other_store, _ = machine("b")
+    assert sum(check(model, other_store, ids) == 96 for ids in PROMPTS[:5]) == stats.segments_written
 
 
 def test_a_queue_that_is_full_drops_and_counts(model, machine, monkeypatch):
     monkeypatch.setattr(write_back, "_MOST_QUEUED", 2)
     store, remote = machine("a")
     gate = threading.Event()
-    put = remote.put_object
-    monkeypatch.setattr(remote, "put_object", lambda *a: (gate.wait(60), put(*a))[1])
+    put_object = remote.put_object
+    monkeypatch.setattr(remote, "put_object", lambda *a: (gate.wait(60), put_object(*a))[1])
     for ids in PROMPTS[:6]:
         model(input_ids=ids, past_key_values=TieredCache(model, store), logits_to_keep=1)
         storage_of(store).seal()
@@ -136,7 +136,7 @@ def test_a_missing_or_damaged_segment_is_an_answer(model, machine):
     for _ in range(link._FAILURES):
         breaker.failed()
     breaker._until = 0.0
-    check(model, store, PROMPTS[0], restored=0)
+    check(model, store, PROMPTS[0], tokens_restored=0)
     deadline = time.monotonic() + 30
     while breaker.is_open:
         assert time.monotonic() < deadline
@@ -203,13 +203,13 @@ def test_damaged_objects_are_never_served(model, machine, kind, change, key):
     for name in [name for name in remote.objects if name.startswith(kind)]:
         remote.change(name, CHANGES[change])
     store, _ = machine("b", key=key)
-    restored = check(model, store)
-    assert restored in (0, 192)
+    tokens_restored = check(model, store)
+    assert tokens_restored in (0, 192)
     assert store.verify().ok
-    if not restored:
+    if not tokens_restored:
         assert store.stats.remote.hits == 0
         assert sum(store.stats.remote.misses.values()) == 1
-    if kind == "segments/" and not restored and change != "empty":
+    if kind == "segments/" and not tokens_restored and change != "empty":
         assert store.stats.remote.damaged == 1
         assert remote.segments() == []  # so that it can be stored again
         share(model, store)
@@ -223,26 +223,26 @@ def test_expired_objects_are_misses(model, machine, kind):
     for name in [name for name in remote.objects if name.startswith(kind)]:
         del remote.objects[name]
     store, _ = machine("b")
-    check(model, store, restored=0)
+    check(model, store, tokens_restored=0)
     assert store.stats.remote.damaged == 0
     share(model, store)
-    check(model, machine("c")[0], restored=192)
+    check(model, machine("c")[0], tokens_restored=192)
 
 
 def test_segments_past_their_lifetime_are_not_brought(model, machine, monkeypatch):
     first, _ = machine("a", ttl=1000.0)
     share(model, first)
-    now = time.time
-    monkeypatch.setattr(time, "time", lambda: now() + 2000)
-    check(model, machine("b")[0], restored=0)
+    real_time = time.time
+    monkeypatch.setattr(time, "time", lambda: real_time() + 2000)
+    check(model, machine("b")[0], tokens_restored=0)
 
 
 def test_what_does_not_fit_here_is_not_brought_again_and_again(model, machine):
     share(model, machine("a")[0])
     store, remote = machine("b", disk_quota=400_000)
-    check(model, store, restored=0)
+    check(model, store, tokens_restored=0)
     before = remote.calls["get"]
-    check(model, store, restored=0)
+    check(model, store, tokens_restored=0)
     assert remote.calls["get"] == before
     assert store.stats.remote.misses[tier.UNUSABLE] == 2
 
@@ -255,12 +255,12 @@ def test_a_slow_look_up_is_waited_for_once(model, machine, pace):
     share(model, machine("a")[0], *PROMPTS)
     store, remote = machine("b")
     pace[0], remote.delay = 0.001, 0.5
-    check(model, store, PROMPTS[0], restored=0)
+    check(model, store, PROMPTS[0], tokens_restored=0)
     while storage_of(store).remote.look_ups.seconds.value is None:  # it ends, though nobody waits for it
         time.sleep(0.01)
     calls = remote.calls.total()
     for ids in PROMPTS[1:]:
-        check(model, store, ids, restored=0)
+        check(model, store, ids, tokens_restored=0)
     assert remote.calls.total() == calls
     stats = store.stats.remote
     assert stats.misses == {link.LATE: 1, link.SLOW: len(PROMPTS) - 1}
@@ -275,8 +275,8 @@ def test_what_was_slow_is_measured_again_in_the_background(model, machine, pace,
     pace[0], remote.delay = 0.01, 0.3
     tier_of_store.look_ups.seconds.add(0.3)
     tier_of_store.look_ups.seconds._measured -= 1000
-    check(model, store, PROMPTS[0], restored=0)
-    check(model, store, PROMPTS[1], restored=0)
+    check(model, store, PROMPTS[0], tokens_restored=0)
+    check(model, store, PROMPTS[1], tokens_restored=0)
     stats = store.stats.remote
     assert (stats.misses, stats.errors) == ({link.SLOW: 2}, 0)
     assert stats.waiting_seconds < 0.2
@@ -287,27 +287,27 @@ def test_what_was_slow_is_measured_again_in_the_background(model, machine, pace,
     tier_of_store.look_ups.seconds.value = 0.0
     tier_of_store.link.bandwidth.add(1e3)
     tier_of_store.link.bandwidth._measured -= 1000
-    check(model, store, PROMPTS[1], restored=0)
+    check(model, store, PROMPTS[1], tokens_restored=0)
     assert store.stats.remote.misses[tier.SLOW_FETCH] == 1
     while tier_of_store.link.bandwidth.is_old:
         time.sleep(0.01)
-    check(model, store, PROMPTS[2], restored=96)
+    check(model, store, PROMPTS[2], tokens_restored=96)
 
 
 def test_a_slow_link_is_not_used_for_what_is_computed_faster(model, machine, pace):
     share(model, machine("a")[0], *PROMPTS)
     store, remote = machine("b")
-    check(model, store, PROMPTS[0], restored=96)
+    check(model, store, PROMPTS[0], tokens_restored=96)
     tier_of_store = storage_of(store).remote
     tier_of_store.link = link.Link()
     tier_of_store.link.bandwidth.add(5e3)  # bytes per second
     pace[0] = 0.1
     gets = remote.calls["get"]
-    check(model, store, PROMPTS[1], restored=0)
+    check(model, store, PROMPTS[1], tokens_restored=0)
     assert remote.calls["get"] == gets
     assert store.stats.remote.misses == {tier.SLOW_FETCH: 1}
     pace[0] = 10.0
-    check(model, store, PROMPTS[1], restored=96)  # a long prompt of a slow model is worth it
+    check(model, store, PROMPTS[1], tokens_restored=96)  # a long prompt of a slow model is worth it
 
 
 def test_segments_that_are_computed_faster_than_fetched_are_computed_after_the_others(model, machine, monkeypatch):
@@ -315,7 +315,7 @@ def test_segments_that_are_computed_faster_than_fetched_are_computed_after_the_o
     share(model, writer, IDS[:, :64], IDS)
     first = max(row.nbytes for row in writer.segments() if not row.position)
     monkeypatch.setattr(link.Link, "fetch_seconds", lambda self, nbytes: float("inf") if nbytes > first else 0.0)
-    check(model, store, IDS, restored=64)
+    check(model, store, IDS, tokens_restored=64)
     assert (store.stats.remote.hits, store.stats.remote.segments_read) == (1, 1)
 
 
@@ -328,7 +328,7 @@ def test_a_fetch_that_hangs_is_left_after_half_of_the_time_that_computing_takes(
     pace[0] = 0.01
     began = time.monotonic()
     for ids in PROMPTS:
-        check(model, store, ids, restored=0)
+        check(model, store, ids, tokens_restored=0)
     assert time.monotonic() - began < 30
     stats = store.stats.remote
     assert stats.misses == {link.LATE: link._FAILURES, link.UNAVAILABLE: len(PROMPTS) - link._FAILURES}
@@ -337,14 +337,14 @@ def test_a_fetch_that_hangs_is_left_after_half_of_the_time_that_computing_takes(
     while store.stats.segments < link._FAILURES:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    check(model, store, PROMPTS[0], restored=96)
+    check(model, store, PROMPTS[0], tokens_restored=96)
 
 
 @pytest.mark.parametrize(
-    ("bandwidth", "share_of_computing", "restored"), [(None, 0.6, 96), (None, 2.0, 0), (1e9, 0.35, 96), (1e9, 2.0, 0)]
+    ("bandwidth", "share_of_computing", "tokens"), [(None, 0.6, 96), (None, 2.0, 0), (1e9, 0.35, 96), (1e9, 2.0, 0)]
 )
 @pytest.mark.thin(2)
-def test_a_fetch_is_judged_by_its_pace(model, machine, pace, monkeypatch, bandwidth, share_of_computing, restored):
+def test_a_fetch_is_judged_by_its_pace(model, machine, pace, monkeypatch, bandwidth, share_of_computing, tokens):
     """After half of the time that computing takes, or after the time that it should take, if that is known."""
     store, _ = machine("a")
     cache = TieredCache(model, store, method=Exact(geometry=Geometry(layers_per_block=1)))
@@ -366,24 +366,24 @@ def test_a_fetch_is_judged_by_its_pace(model, machine, pace, monkeypatch, bandwi
         return get(name, version, offset, count)
 
     monkeypatch.setattr(remote, "get_object", get_slowly)
-    check(model, store, PROMPTS[0], restored=restored)
-    assert store.stats.remote.misses == ({} if restored else {link.LATE: 1})
+    check(model, store, PROMPTS[0], tokens_restored=tokens)
+    assert store.stats.remote.misses == ({} if tokens else {link.LATE: 1})
     least = 0.5 * computing if bandwidth is None else 0.5
-    assert restored or least <= store.stats.remote.waiting_seconds < 0.75 * computing
+    assert tokens or least <= store.stats.remote.waiting_seconds < 0.75 * computing
 
 
 def test_a_fetch_that_hangs_is_left_soon_if_the_bandwidth_is_known(model, machine, pace, monkeypatch):
     """Computing takes 9.6 seconds, and fetching took milliseconds: nobody waits for 9.6 seconds."""
     share(model, machine("a")[0], *PROMPTS)
     store, remote = machine("b")
-    check(model, store, PROMPTS[0], restored=96)
+    check(model, store, PROMPTS[0], tokens_restored=96)
     pace[0] = 0.1
     gate = threading.Event()
     get = remote.get_object
     monkeypatch.setattr(remote, "get_object", lambda *a: (gate.wait(120), get(*a))[1])
     try:
         for ids in PROMPTS[1 : 1 + link._FAILURES]:
-            check(model, store, ids, restored=0)
+            check(model, store, ids, tokens_restored=0)
     finally:
         gate.set()
     stats = store.stats.remote
@@ -404,9 +404,9 @@ def test_prompts_wait_for_what_is_fetched_before_them(model, machine, pace, monk
 
     monkeypatch.setattr(remote, "get_object", get_slowly)
     monkeypatch.setattr(tier, "_LEAST_WAIT", 0.0)
-    check(model, store, PROMPTS[0], restored=96)
+    check(model, store, PROMPTS[0], tokens_restored=96)
     with ThreadPoolExecutor(len(PROMPTS) - 1) as pool:
-        list(pool.map(lambda ids: check(model, store, ids, restored=96), PROMPTS[1:]))
+        list(pool.map(lambda ids: check(model, store, ids, tokens_restored=96), PROMPTS[1:]))
     assert store.stats.remote.hits == len(PROMPTS)
 
 
@@ -417,5 +417,5 @@ def test_a_later_segment_that_fails_keeps_those_before_it(model, machine, monkey
     rows = sorted(first.segments(), key=lambda row: row.position)
     del remote.objects[f"segments/{rows[1].id}.kv"]
     store, _ = machine("b")
-    check(model, store, restored=96)
+    check(model, store, tokens_restored=96)
     assert store.stats.remote.hits == 1

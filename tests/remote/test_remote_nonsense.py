@@ -62,6 +62,6 @@ def test_a_bucket_that_does_not_exist_is_said_in_one_line(model, tmp_path, monke
             monkeypatch.setenv(name, value)
         with caplog.at_level(logging.WARNING), KVStore(tmp_path, remote="s3://missing/kv") as store:
             share(model, store, prompt(40))
-            check(model, store, prompt(40), restored=32)
-        (said,) = [record.getMessage() for record in caplog.records if "was not sent" in record.getMessage()]
-        assert "there is no such object or bucket" in said and "\n" not in said
+            check(model, store, prompt(40), tokens_restored=32)
+        (message,) = [record.getMessage() for record in caplog.records if "was not sent" in record.getMessage()]
+        assert "there is no such object or bucket" in message and "\n" not in message

@@ -79,7 +79,7 @@ def test_a_partition_costs_counted_misses_and_heals(model, tmp_path, pace, monke
         remote = open_remote(address)
         reader = stack.enter_context(KVStore(tmp_path / "b", remote=remote))
         stack.callback(proxy.heal)  # so that closing waits for nothing
-        check(model, reader, PROMPTS[0], restored=96)
+        check(model, reader, PROMPTS[0], tokens_restored=96)
         get, cuts = remote.get_object, [during == "fetch"]
         monkeypatch.setattr(remote, "get_object", lambda *a: (cuts and cuts.pop() and proxy.cut(), get(*a))[1])
         if during == "lookup":
@@ -87,20 +87,20 @@ def test_a_partition_costs_counted_misses_and_heals(model, tmp_path, pace, monke
         pace[0] = 0.05  # 4.8 s to compute a prompt
         count = link._FAILURES + (during == "fetch")
         for ids in PROMPTS[1 : 1 + count]:
-            check(model, reader, ids, restored=0)
+            check(model, reader, ids, tokens_restored=0)
         before = reader.stats.remote
         assert set(before.misses) <= {link.LATE, link.UNAVAILABLE}  # a hanging call also fails in the end
         assert before.misses[link.LATE] >= 2
         assert before.waiting_seconds < 1.2 * count  # a fifth of the time to compute a prompt at most
         # from then on nobody waits: the request takes as long as computing it
-        waited, computed = zip(*[seconds_of(model, reader, PROMPTS[5]) for _ in range(_REQUESTS)], strict=True)
-        assert statistics.median(waited) < 0.2 * statistics.median(computed)
+        waited, computing_seconds = zip(*[seconds_of(model, reader, PROMPTS[5]) for _ in range(_REQUESTS)], strict=True)
+        assert statistics.median(waited) < 0.2 * statistics.median(computing_seconds)
         misses = reader.stats.remote.misses
         assert misses == before.misses | {link.UNAVAILABLE: before.misses.get(link.UNAVAILABLE, 0) + _REQUESTS}
         # nothing is lost: both store what they compute, and restore it
         for store, ids in ((reader, prompt(100, seed=50)), (writer, prompt(100, seed=51))):
             share(model, store, ids)
-            check(model, store, ids, restored=96)
+            check(model, store, ids, tokens_restored=96)
         assert reader.stats.remote.damaged == writer.stats.remote.damaged == 0
         proxy.heal()
         pace[0] = 10.0
@@ -109,7 +109,7 @@ def test_a_partition_costs_counted_misses_and_heals(model, tmp_path, pace, monke
         tier = storage_of(reader).remote
         assert not tier.look_ups.breaker.is_open
         assert not tier.fetch_breaker.is_open
-        sent = writer.stats.remote.segments_written
+        segments_sent = writer.stats.remote.segments_written
         share(model, writer, prompt(100, seed=52))
-        assert writer.stats.remote.segments_written > sent
-        check(model, reader, prompt(100, seed=52), restored=96)
+        assert writer.stats.remote.segments_written > segments_sent
+        check(model, reader, prompt(100, seed=52), tokens_restored=96)

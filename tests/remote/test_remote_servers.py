@@ -36,12 +36,12 @@ def test_a_redis_server_that_is_killed_stopped_and_full(model, tmp_path, pace, m
             assert writer.stats.remote.dropped_writes > 0
             assert writer.stats.remote.segments_written > 0
             reader = KVStore(tmp_path / "b", remote=address)
-            check(model, reader, prompt(390, seed=0), restored=384)
+            check(model, reader, prompt(390, seed=0), tokens_restored=384)
             # stopped: it takes connections and does not answer
             server.stop()
             pace[0] = 0.001
             for seed in range(20, 26):
-                check(model, reader, prompt(390, seed=seed), restored=0)
+                check(model, reader, prompt(390, seed=seed), tokens_restored=0)
             stats = reader.stats.remote
             assert stats.misses[link.LATE] == 3
             assert stats.misses[link.UNAVAILABLE] == 3
@@ -50,7 +50,7 @@ def test_a_redis_server_that_is_killed_stopped_and_full(model, tmp_path, pace, m
             reader.close()
             server.kill()
             share(model, writer, prompt(390, seed=30))  # nothing is lost
-            check(model, writer, prompt(390, seed=30), restored=384)
+            check(model, writer, prompt(390, seed=30), tokens_restored=384)
 
 
 @pytest.mark.parametrize("call", ["get_object", "put_object"])
@@ -67,19 +67,19 @@ def test_a_redis_server_that_is_killed_in_the_middle(model, tmp_path, call, monk
                 get = remote.get_object
                 monkeypatch.setattr(remote, "get_object", lambda *a: (next(calls) == 1 and server.kill(), get(*a))[1])
                 with KVStore(tmp_path / "b", remote=remote) as reader:
-                    check(model, reader, restored=0)
+                    check(model, reader, tokens_restored=0)
                     assert reader.stats.remote.errors > 0
             else:
-                put = remote.client.set
+                real_set = remote.client.set
                 monkeypatch.setattr(
-                    remote.client, "set", lambda *a, **k: (next(calls) == 2 and server.kill(), put(*a, **k))[1]
+                    remote.client, "set", lambda *a, **k: (next(calls) == 2 and server.kill(), real_set(*a, **k))[1]
                 )
-                with KVStore(tmp_path / "b", remote=remote) as other:
-                    share(model, other)
-                    assert other.stats.remote.dropped_writes == 1
-                    check(model, other, restored=192)
+                with KVStore(tmp_path / "b", remote=remote) as other_store:
+                    share(model, other_store)
+                    assert other_store.stats.remote.dropped_writes == 1
+                    check(model, other_store, tokens_restored=192)
                 server.start()  # empty again
-                check(model, writer, restored=0)
+                check(model, writer, tokens_restored=0)
 
 
 def test_a_redis_server_that_evicts_objects(model, tmp_path):
@@ -89,8 +89,8 @@ def test_a_redis_server_that_evicts_objects(model, tmp_path):
         with KVStore(tmp_path / "a", remote=address) as writer:
             share(model, writer, *prompts)
         with KVStore(tmp_path / "b", remote=address) as reader:
-            restored = [check(model, reader, ids) for ids in prompts]
-            assert set(restored) == {0, 384}
+            restored_counts = [check(model, reader, ids) for ids in prompts]
+            assert set(restored_counts) == {0, 384}
             assert reader.stats.remote.damaged == 0
 
 
@@ -106,10 +106,10 @@ def test_parts_of_an_unfinished_object_expire(tmp_path, monkeypatch):
         assert len(remote.client.keys()) == 3
         with monkeypatch.context() as patch:  # it dies before it is complete
             patch.setattr(remote, "_discard", lambda parts: None)
-            done = iter(range(10))
+            call_numbers = iter(range(10))
 
             def dying(key, *args, **options):
-                if next(done) == 2:
+                if next(call_numbers) == 2:
                     raise KeyboardInterrupt
                 return type(remote.client).set(remote.client, key, *args, **options)
 
@@ -183,8 +183,8 @@ with torch.no_grad():
         if kind == "s3":
             make_bucket(server, "bucket")
         address = server.address("x") if kind == "mooncake" else address[kind]()
-        here = str(Path(processes.__file__).parent)
-        arguments = [sys.executable, "-c", code, str(tmp_path / "a"), address, here]
+        lib_path = str(Path(processes.__file__).parent)
+        arguments = [sys.executable, "-c", code, str(tmp_path / "a"), address, lib_path]
         process = subprocess.Popen(
             arguments,
             stdin=subprocess.PIPE,
@@ -231,16 +231,16 @@ def test_a_mooncake_pool_whose_machine_dies(model, tmp_path, pace, monkeypatch):
             share(model, writer, *PROMPTS)
             assert writer.stats.remote.segments_written == len(PROMPTS)
         with KVStore(tmp_path / "b", remote=server.address("x")) as reader:
-            check(model, reader, PROMPTS[0], restored=96)
+            check(model, reader, PROMPTS[0], tokens_restored=96)
             pace[0] = 0.5
             server.node.kill()
             for ids in PROMPTS[1:]:
-                check(model, reader, ids, restored=0)
+                check(model, reader, ids, tokens_restored=0)
             stats = reader.stats.remote
             assert stats.damaged == 0
             assert sum(stats.misses.values()) == len(PROMPTS) - 1
             server.master.kill()
-            check(model, reader, prompt(100, seed=99), restored=0)
+            check(model, reader, prompt(100, seed=99), tokens_restored=0)
 
 
 def test_an_s3_server_that_is_killed(model, tmp_path, pace, monkeypatch):
@@ -252,11 +252,11 @@ def test_an_s3_server_that_is_killed(model, tmp_path, pace, monkeypatch):
             share(model, writer, *PROMPTS)
             assert writer.stats.remote.segments_written == len(PROMPTS)
         with KVStore(tmp_path / "b", remote="s3://bucket/x") as reader:
-            check(model, reader, PROMPTS[0], restored=96)
+            check(model, reader, PROMPTS[0], tokens_restored=96)
             server.kill()
             pace[0] = 0.5  # 9.6 s are worth it for a lookup: each ends with an error
             for ids in PROMPTS[1:]:
-                check(model, reader, ids, restored=0)
+                check(model, reader, ids, tokens_restored=0)
             stats = reader.stats.remote
             refused = len(PROMPTS) - 1 - link._FAILURES
             assert stats.misses == {link.FAILED: link._FAILURES, link.UNAVAILABLE: refused}
