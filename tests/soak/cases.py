@@ -67,14 +67,14 @@ def make_cases(family: str) -> list[Case]:
     """Make conversations that share documents; those with nearly tied answers are left out."""
     model, cases = model_of(family), []
     for number, length in enumerate(DOCUMENTS):
-        document, found, seed = prompt(length, seed=number), 0, 100 * number
-        while found < QUESTIONS:
+        document, count, seed = prompt(length, seed=number), 0, 100 * number
+        while count < QUESTIONS:
             seed += 1
             first = _turn(model, torch.cat([document, prompt(7 + seed % 23, seed=seed)], dim=1))
             second = first and _turn(model, torch.cat([first.sequence, prompt(19, seed=seed + 50)], dim=1))
             if second:
                 cases.append(Case(family, (first, second)))
-                found += 1
+                count += 1
     return cases
 
 

@@ -189,19 +189,19 @@ class Soak:
         while not all(process.rss for process in self.running) and not self.wrong:
             time.sleep(_POLL_SECONDS)
             self._look_after()
-        self.begun, said, event = time.monotonic(), 0.0, 0.0
+        self.begun, reported_at, event = time.monotonic(), 0.0, 0.0
         while (now := time.monotonic() - self.begun) < self.seconds and len(self.wrong) < MOST_WRONG:
             time.sleep(_POLL_SECONDS)
             self._look_after()
             self._look_at_the_disk()
             if now >= event:
                 event = now + self.choose.expovariate(2.0)
-                what = self.choose.choices([e for _, e in self.EVENTS], [weight for weight, _ in self.EVENTS])[0]
-                what(self)
-                self.counts[what.__name__] += 1
-                self.events.append(f"{what.__name__} at {now:.1f} s")
-            if now - said >= 10:
-                said = now
+                action = self.choose.choices([e for _, e in self.EVENTS], [weight for weight, _ in self.EVENTS])[0]
+                action(self)
+                self.counts[action.__name__] += 1
+                self.events.append(f"{action.__name__} at {now:.1f} s")
+            if now - reported_at >= 10:
+                reported_at = now
                 print(f"{now:4.0f} s: {self._progress()}", flush=True)
         self._end()
 
@@ -235,24 +235,24 @@ class Soak:
 
     def _look_at_the_disk(self) -> None:
         """Check the quota; look again if files changed during the count."""
-        used = self._disk_bytes()
-        used = min(used, self._disk_bytes(), self._disk_bytes()) if used > QUOTA else used
-        self._over = self._over + 1 if used > QUOTA else 0
-        if used > self.most_disk:
-            self.most_disk = used
+        used_bytes = self._disk_bytes()
+        used_bytes = min(used_bytes, self._disk_bytes(), self._disk_bytes()) if used_bytes > QUOTA else used_bytes
+        self._over = self._over + 1 if used_bytes > QUOTA else 0
+        if used_bytes > self.most_disk:
+            self.most_disk = used_bytes
             parts = {folder: du(self.root / folder) for folder in ("segments", "tmp")}
             files = {path.name: path.stat().st_size for path in self.root.iterdir() if path.is_file()}
-            self.at_most = f"{used} bytes: {parts}, {files}; last: {self.events[-5:]}"
+            self.at_most = f"{used_bytes} bytes: {parts}, {files}; last: {self.events[-5:]}"
         if self._over == 2:
             self._found(f"the store exceeds its quota of {QUOTA}: {self.at_most}")
 
     def _disk_bytes(self) -> int:
         """Return what the store takes on disk, without segments that it may take for files of others."""
-        others = 0
+        foreign_bytes = 0
         for path in self.unreadable:
             with suppress(FileNotFoundError):
-                others += path.stat().st_blocks * 512
-        return du(self.root) - others
+                foreign_bytes += path.stat().st_blocks * 512
+        return du(self.root) - foreign_bytes
 
     def _end(self) -> None:
         for process in self.running:
@@ -279,20 +279,20 @@ class Soak:
         files = set((self.root / "segments").iterdir())
         if differing := (files ^ {self.root / "segments" / f"{row}.kv" for row in rows}) - self.unreadable:
             self._found(f"files without rows: {files & differing}; rows without files: {differing - files}")
-        if left := sorted(path.name for path in (self.root / "tmp").iterdir()):
-            self._found(f"temporary files are left: {left}")
+        if leftover := sorted(path.name for path in (self.root / "tmp").iterdir()):
+            self._found(f"temporary files are left: {leftover}")
         growth = self.growth()
         if self.seconds >= 120 and growth is not None and growth > MOST_GROWTH:
             self._found(f"memory has grown by {growth} bytes")
 
     def rss(self) -> list[int]:
         """Return the mean memory of the first process in each quarter of the run, in bytes."""
-        told = self.all[0].rss
-        if len(told) < 8:
+        samples = self.all[0].rss
+        if len(samples) < 8:
             return []
-        first, last = told[0][0], told[-1][0]
+        first, last = samples[0][0], samples[-1][0]
         quarters: list[list[int]] = [[], [], [], []]
-        for when, rss in told:
+        for when, rss in samples:
             quarters[min(3, int(4 * (when - first) / (last - first)))].append(rss)
         return [sum(quarter) // max(1, len(quarter)) for quarter in quarters]
 

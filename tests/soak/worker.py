@@ -121,8 +121,8 @@ class Worker:
         with self.lock:
             os.write(1, (json.dumps(line) + "\n").encode())
 
-    def wrong(self, what: str) -> None:
-        self.say(wrong=f"{what} (seed {self.seed})")
+    def wrong(self, message: str) -> None:
+        self.say(wrong=f"{message} (seed {self.seed})")
 
     def raised_unseen(self, error: BaseException | None) -> None:
         """Record an error in a thread's own function or a finalizer, where Ctrl-C may occur too."""
@@ -223,8 +223,8 @@ class Worker:
 
     def passages(self, choose: random.Random, store: KVStore) -> None:
         model, method = self.models["llama"], CacheTune(recompute=0.25)
-        some = choose.sample(PASSAGES, 2)
-        ids = torch.cat([prompt(9, seed=1)[0], *some, prompt(11, seed=2)[0]]).unsqueeze(0)
+        passages = choose.sample(PASSAGES, 2)
+        ids = torch.cat([prompt(9, seed=1)[0], *passages, prompt(11, seed=2)[0]]).unsqueeze(0)
         out = model.generate(ids, past_key_values=TieredCache(model, store, method=method), **GREEDY)
         if not torch.isfinite(out.logits[0]).all():
             self.wrong("passages: the logits are not finite")
@@ -232,9 +232,9 @@ class Worker:
 
     def precompute(self, choose: random.Random, store: KVStore) -> None:
         if choose.random() < 0.3:
-            some = choose.sample(PASSAGES, 2)
+            passages = choose.sample(PASSAGES, 2)
             method = CacheTune(recompute=0.25)
-            store.precompute(self.models["llama"], some, passages=True, method=method, progress=False)
+            store.precompute(self.models["llama"], passages, passages=True, method=method, progress=False)
             return
         case, method = choose.choice(self.cases), choose.choice([None, *BUDGETED])
         with suppress(ConfigError):
@@ -266,8 +266,8 @@ class Worker:
 
     def relayout(self, choose: random.Random, store: KVStore) -> None:
         rows = store.segments()
-        some = [row.id for row in choose.sample(rows, min(len(rows), 3))]
-        store.relayout(make_method(choose.choice(["exact", *BUDGETED])), some, progress=False)
+        ids = [row.id for row in choose.sample(rows, min(len(rows), 3))]
+        store.relayout(make_method(choose.choice(["exact", *BUDGETED])), ids, progress=False)
 
     def clear(self, choose: random.Random, store: KVStore) -> None:
         store.clear(disk=choose.random() < 0.1)
@@ -313,7 +313,7 @@ class Worker:
     def one_thing(self, choose: random.Random, verb: Callable[..., None] | None = None) -> None:
         verb = verb or choose.choices([verb for _, verb in self.VERBS], [weight for weight, _ in self.VERBS])[0]
         name, failing, store = verb.__name__, self.failing, None
-        with self.clock.busy(name) as taken:
+        with self.clock.busy(name) as elapsed:
             try:
                 store = self.store(choose)
                 verb(self, choose, store)
@@ -323,16 +323,16 @@ class Worker:
                 if store is None or store.usable:
                     self.wrong(f"{name}: {traceback.format_exc()}")
             except (StoreError, OSError) as error:
-                told = verb.__name__ not in ("request", "under_change", "within_a_budget", "passages")
-                if not told or (isinstance(error, OSError) and failing == self.failing and not failing % 2):
+                may_refuse = verb.__name__ not in ("request", "under_change", "within_a_budget", "passages")
+                if not may_refuse or (isinstance(error, OSError) and failing == self.failing and not failing % 2):
                     self.wrong(f"{name}: {traceback.format_exc()}")
                 self.counts["refused"] += 1
             except Exception:
                 self.wrong(f"{name}: {traceback.format_exc()}")
             self.counts["operations"] += 1
-            self.longest[name] = round(max(self.longest.get(name, 0.0), taken()), 1)
-            if taken() > WAIT_SECONDS:
-                self.wrong(f"{name} has taken {taken():.0f} s")
+            self.longest[name] = round(max(self.longest.get(name, 0.0), elapsed()), 1)
+            if elapsed() > WAIT_SECONDS:
+                self.wrong(f"{name} has taken {elapsed():.0f} s")
 
     def go_on(self, number: int) -> None:
         choose = random.Random(f"{self.seed}/{number}")
@@ -401,21 +401,21 @@ class Worker:
                         self.wrong(f"slots after close: {pool.pins.sum()} pinned")
             del store, residency
         deadline = time.monotonic() + 20
-        while (left := self.left()) and time.monotonic() < deadline:
+        while (leftover := self.left()) and time.monotonic() < deadline:
             gc.collect()
             time.sleep(0.05)
-        if left:
-            self.wrong(f"left after close: {left}")
+        if leftover:
+            self.wrong(f"left after close: {leftover}")
 
     def left(self) -> list[str]:
         """Return threads of the library, and open files of the store."""
-        left = [thread.name for thread in threading.enumerate() if thread.name.startswith("hf-tiered")]
+        leftover = [thread.name for thread in threading.enumerate() if thread.name.startswith("hf-tiered")]
         for fd in os.listdir("/proc/self/fd"):
             with suppress(OSError):
                 target = os.readlink(f"/proc/self/fd/{fd}")
                 if target.startswith(str(self.root)):
-                    left.append(target)
-        return left
+                    leftover.append(target)
+        return leftover
 
 
 def _by_kind(sites: list[Site]) -> list[list[Site]]:
