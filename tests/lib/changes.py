@@ -171,10 +171,10 @@ def _other(value: Any) -> Any:
     return None
 
 
-def _set(where: Any, name: str, value: Any) -> Undo:
-    previous = where.__dict__.get(name, _set) if hasattr(where, "__dict__") else getattr(where, name)
-    setattr(where, name, value)
-    return lambda: delattr(where, name) if previous is _set else setattr(where, name, previous)
+def _set(target: Any, name: str, value: Any) -> Undo:
+    previous = target.__dict__.get(name, _set) if hasattr(target, "__dict__") else getattr(target, name)
+    setattr(target, name, value)
+    return lambda: delattr(target, name) if previous is _set else setattr(target, name, previous)
 
 
 def _item(container: Any, key: Any, value: Any) -> Undo:
@@ -232,8 +232,8 @@ def _value_sites(path: tuple, value: Any) -> Iterator[Site]:
     kind = "configuration" if "config" in path else "attribute"
 
     def assign(model: PreTrainedModel, new_value: Any) -> Undo:
-        where = _reach(model, parent)
-        return _item(where, last[0], new_value) if isinstance(last, list) else _set(where, last, new_value)
+        target = _reach(model, parent)
+        return _item(target, last[0], new_value) if isinstance(last, list) else _set(target, last, new_value)
 
     if replacement is not None:
         yield Site(f"{name} = {replacement!r}", lambda model: assign(model, replacement), kind)
@@ -379,17 +379,17 @@ def _global_sites() -> Iterator[Site]:
     places += [(torch, name) for name in ("cat", "rsqrt", "matmul", "cos", "sin")]
     places += [(torch._C._nn, "silu")]
     places += [(torch.Tensor, name) for name in ("transpose", "pow", "mean", "cos", "to", "__mul__")]
-    here = sys.modules[__name__]
-    places += [(here, "by_global")]
-    for where, name in places:
-        value = getattr(where, name, None)
+    this_module = sys.modules[__name__]
+    places += [(this_module, "by_global")]
+    for target, name in places:
+        value = getattr(target, name, None)
         if callable(value):
             for disguise, stand_in in stand_ins(value):
                 yield Site(
-                    f"{where.__name__}.{name} {disguise}",
-                    lambda model, where=where, name=name, stand_in=stand_in: _set(where, name, stand_in),
+                    f"{target.__name__}.{name} {disguise}",
+                    lambda model, target=target, name=name, stand_in=stand_in: _set(target, name, stand_in),
                 )
-    yield Site("FACTOR", lambda model: _set(here, "FACTOR", 3.0))
+    yield Site("FACTOR", lambda model: _set(this_module, "FACTOR", 3.0))
     yield Site("TABLE['factor'][0]", lambda model: _item(TABLE["factor"], 0, 3.0))
 
 
@@ -416,10 +416,10 @@ def _function_sites() -> Iterator[Site]:
     yield Site("rotate_half.__code__", lambda model: _assign(rotate, "__code__", plain))
 
 
-def _assign(where: Any, name: str, value: Any) -> Undo:
-    previous = getattr(where, name)
-    setattr(where, name, value)
-    return lambda: setattr(where, name, previous)
+def _assign(target: Any, name: str, value: Any) -> Undo:
+    previous = getattr(target, name)
+    setattr(target, name, value)
+    return lambda: setattr(target, name, previous)
 
 
 def sites_within(model: PreTrainedModel) -> list[Site]:

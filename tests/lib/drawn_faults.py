@@ -35,20 +35,20 @@ class Faults:
         return hit
 
     def wrap(self, name, real):
-        def call(target, *rest, **options):
+        def call(target, *args, **options):
             place = path_of(target, options) if name in BY_PATH else target
-            if rest == (fcntl.LOCK_UN,) or not self.strikes(name, place):  # that never fails
-                return real(target, *rest, **options)
+            if args == (fcntl.LOCK_UN,) or not self.strikes(name, place):  # that never fails
+                return real(target, *args, **options)
             kind = self.random.choice([*ERRORS, "delay", "in parts"])
             if kind == "delay":
                 time.sleep(0.002)
             elif kind == "in parts" and name == "pread":
-                return real(target, max(1, rest[0] // 2), *rest[1:])
+                return real(target, max(1, args[0] // 2), *args[1:])
             elif kind == "in parts" and name == "pwrite":
-                return real(target, bytes(rest[0])[: max(1, len(rest[0]) // 2)], *rest[1:])
+                return real(target, bytes(args[0])[: max(1, len(args[0]) // 2)], *args[1:])
             elif kind != "in parts":
                 raise OSError(kind, os.strerror(kind), place if isinstance(place, str) else None)
-            return real(target, *rest, **options)
+            return real(target, *args, **options)
 
         return call
 

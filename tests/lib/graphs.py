@@ -28,11 +28,11 @@ class Graph:
             def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
                 assert "_local_scalar_dense" not in str(operation), "a graph cannot wait for a value"
                 kwargs = kwargs or {}
-                given = {leaf.untyped_storage().data_ptr() for leaf in _tensors((args, kwargs))}
+                input_pointers = {leaf.untyped_storage().data_ptr() for leaf in _tensors((args, kwargs))}
                 result = operation(*args, **kwargs)
-                made = _tensors(result)
-                outer._operations.append((operation, args, kwargs, made))
-                outer._own += [leaf for leaf in made if leaf.untyped_storage().data_ptr() not in given]
+                outputs = _tensors(result)
+                outer._operations.append((operation, args, kwargs, outputs))
+                outer._own += [leaf for leaf in outputs if leaf.untyped_storage().data_ptr() not in input_pointers]
                 return result
 
         with Recording():
@@ -41,10 +41,10 @@ class Graph:
 
     def replay(self) -> None:
         type(self).replays += 1
-        for operation, args, kwargs, made in self._operations:
-            for kept, computed in zip(made, _tensors(operation(*args, **kwargs)), strict=True):
-                if kept.data_ptr() != computed.data_ptr():
-                    kept.copy_(computed)
+        for operation, args, kwargs, outputs in self._operations:
+            for output, result in zip(outputs, _tensors(operation(*args, **kwargs)), strict=True):
+                if output.data_ptr() != result.data_ptr():
+                    output.copy_(result)
         self._spoil()
 
     def reset(self) -> None:

@@ -127,11 +127,11 @@ def moved_to_host_memory(
 
 def writes(monkeypatch: Any) -> dict[int, Any]:
     """Return a dict that gets all KV restored to pages from now on, by the number of tokens up to its end."""
-    written, write = dict[int, Any](), Engine.write
+    kv_by_stop, write = dict[int, Any](), Engine.write
 
     def noting(self: Engine, request: Any, stop: int, kv: Any) -> None:
-        written[stop] = kv
+        kv_by_stop[stop] = kv
         write(self, request, stop, kv)
 
     monkeypatch.setattr(Engine, "write", noting)
-    return written
+    return kv_by_stop

@@ -105,7 +105,7 @@ def assert_like_reference(
 
 @torch.no_grad()
 def attending_to(
-    model: PreTrainedModel, stored: KV, chosen: Sequence[np.ndarray], own: KV, inputs: torch.Tensor, position: int
+    model: PreTrainedModel, stored: KV, token_sets: Sequence[np.ndarray], own: KV, inputs: torch.Tensor, position: int
 ) -> tuple[torch.Tensor, KV]:
     """Run a pass whose layers each attend to some tokens of a prefix, and to all tokens after it.
 
@@ -121,7 +121,7 @@ def attending_to(
         Logits of the last token, `[1, vocabulary]`, and `own` with these tokens.
     """
     cache, count = DynamicCache(config=model.config), own[0][0].shape[2] + inputs.shape[1]
-    for layer, tokens, pairs in zip(cache.layers, chosen, zip(stored, own, strict=True), strict=True):
+    for layer, tokens, pairs in zip(cache.layers, token_sets, zip(stored, own, strict=True), strict=True):
         put(
             layer,
             *(torch.cat([prefix_kv[:, :, tokens], own_kv], dim=2) for prefix_kv, own_kv in zip(*pairs, strict=True)),

@@ -122,10 +122,10 @@ def _programs(names: Sequence[str], package: str) -> None:
 def _packages(names: Sequence[str], command: str) -> None:
     for name in names:
         try:
-            found = importlib.util.find_spec(name)
+            spec = importlib.util.find_spec(name)
         except ModuleNotFoundError:
-            found = None
-        if found is None:
+            spec = None
+        if spec is None:
             raise MissingServerError(f"the package {name} is missing; {command}")
 
 

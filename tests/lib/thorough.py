@@ -27,10 +27,10 @@ def amount(few: Value, many: Value) -> Value:
     return many if settings.default.max_examples == settings.get_profile(THOROUGH).max_examples else few
 
 
-def some(values: Iterable[Any], every: int = 2) -> list[Any]:
-    """Return the values of a parameter: all of them with `--thorough`, by default the first of each `every`."""
+def some(values: Iterable[Any], step: int = 2) -> list[Any]:
+    """Return the values of a parameter: all of them with `--thorough`, by default the first of every `step`."""
     return [
-        pytest.param(value, marks=pytest.mark.thorough if number % every else ()) for number, value in enumerate(values)
+        pytest.param(value, marks=pytest.mark.thorough if number % step else ()) for number, value in enumerate(values)
     ]
 
 
