@@ -30,7 +30,10 @@ METHOD = CacheTune(0.0, lead=LEAD, ranking="random")
 def kept_lead(store):
     """Return the lead text in a store's calibrations."""
     ((text,),) = [
-        [one["text"]] for name, some in store._storage.calibrations.read().items() if " lead " in name for one in some
+        [record["text"]]
+        for name, records in store._storage.calibrations.read().items()
+        if " lead " in name
+        for record in records
     ]
     return torch.tensor(text)
 
@@ -40,21 +43,21 @@ def test_a_passage_is_what_it_is_behind_the_lead(family, store):
     """Full reuse is compared with the model's own KV of passages after the stored lead."""
     model = build(family)
     fill(store, model, method=METHOD)
-    ours, cache = ask(model, store, PROMPT, METHOD)
+    logits, cache = ask(model, store, PROMPT, METHOD)
     assert cache.stats.tokens_restored == sum(len(PASSAGES[number]) for number in PLACES)
     lead, columns, parts = torch.cat([BOS, kept_lead(store)]), [], []
     assert len(lead) == LEAD
     for number, start in PLACES.items():
-        tokens, held = PASSAGES[number], Remembering(model)
+        tokens, reference_cache = PASSAGES[number], Remembering(model)
         positions = torch.arange(start - LEAD, start + len(tokens)).unsqueeze(0)
         with torch.no_grad():
-            model(input_ids=join(lead, tokens), position_ids=positions, past_key_values=held, use_cache=True)
+            model(input_ids=join(lead, tokens), position_ids=positions, past_key_values=reference_cache, use_cache=True)
         columns += range(start, start + len(tokens))
-        parts.append([tuple(tensor[:, :, LEAD:] for tensor in layer) for layer in held.all()])
+        parts.append([tuple(tensor[:, :, LEAD:] for tensor in layer) for layer in reference_cache.all()])
     kv = [tuple(torch.cat([part[i][t] for part in parts], dim=2) for t in (0, 1)) for i in range(len(parts[0]))]
     with torch.no_grad():
-        theirs = model(input_ids=PROMPT, past_key_values=Replacing(model, columns, kv, 0), logits_to_keep=1).logits
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4 * float(theirs.abs().max()))
+        reference = model(input_ids=PROMPT, past_key_values=Replacing(model, columns, kv, 0), logits_to_keep=1).logits
+    torch.testing.assert_close(logits, reference, rtol=0, atol=1e-4 * float(reference.abs().max()))
 
 
 def test_what_the_model_writes_is_kept_and_has_no_special_tokens(tmp_path):
@@ -66,9 +69,9 @@ def test_what_the_model_writes_is_kept_and_has_no_special_tokens(tmp_path):
             texts.append(kept_lead(store))
     assert torch.equal(*texts)
     assert not set(texts[0].tolist()) & {0, 1, 2, 5, 9}
-    other = build("qwen2", seed=3, eos_token_id=[2, 5, 9], pad_token_id=0)
+    other_model = build("qwen2", seed=3, eos_token_id=[2, 5, 9], pad_token_id=0)
     with KVStore(tmp_path / "other") as store:
-        fill(store, other, PASSAGES[:1], METHOD)
+        fill(store, other_model, PASSAGES[:1], METHOD)
         assert not torch.equal(kept_lead(store), texts[0])
 
 
@@ -80,34 +83,34 @@ def test_a_lead_is_written_without_a_warning():
 
 
 def test_a_kept_lead_is_taken_and_a_damaged_one_written_again(tmp_path, monkeypatch):
-    model, written, write = build("qwen2"), [], module.write
-    monkeypatch.setattr(module, "write", lambda *given: written.append(given) or write(*given))
+    model, calls, write = build("qwen2"), [], module.write
+    monkeypatch.setattr(module, "write", lambda *args: calls.append(args) or write(*args))
     for number in (0, 1):
         with KVStore(tmp_path) as store:
             fill(store, model, [PASSAGES[number]], METHOD)
-    assert len(written) == 1
+    assert len(calls) == 1
     for wrong in ([{}], [{"text": []}], [{"text": [1] * LEAD}], [{"text": [-1] * (LEAD - 1)}], [{"text": "abc"}], []):
         with KVStore(tmp_path) as store:
             (name,) = [name for name in store._storage.calibrations.read() if " lead " in name]
             keep_records(store._storage, name, wrong)
-            written.clear()
+            calls.clear()
             fill(store, model, [prompt(64, seed=9 + len(str(wrong)))[0]], METHOD)
-            assert len(written) == 1 and len(kept_lead(store)) == LEAD - 1
+            assert len(calls) == 1 and len(kept_lead(store)) == LEAD - 1
 
 
 def test_no_passage_is_in_the_kv_of_another(tmp_path):
     """A deleted passage leaves no trace, whatever is stored with it."""
-    model, kept = build("qwen2"), []
-    for number, calls in enumerate(([PASSAGES], [PASSAGES[::-1]], [[one] for one in PASSAGES])):
+    model, stored_blocks = build("qwen2"), []
+    for number, calls in enumerate(([PASSAGES], [PASSAGES[::-1]], [[passage] for passage in PASSAGES])):
         with KVStore(tmp_path / str(number), engine="posix") as store:
-            for some in calls:
-                fill(store, model, some, METHOD)
+            for passages in calls:
+                fill(store, model, passages, METHOD)
             readers = {row.chain: store._storage.disk.reader(row.id) for row in store.segments()}
-            kept.append({chain: reader.blocks(0) for chain, reader in readers.items()})
-    for chain, blocks in kept[0].items():
-        assert torch.equal(blocks, kept[1][chain])
+            stored_blocks.append({chain: reader.blocks(0) for chain, reader in readers.items()})
+    for chain, blocks in stored_blocks[0].items():
+        assert torch.equal(blocks, stored_blocks[1][chain])
         torch.testing.assert_close(  # batches of other sizes round otherwise
-            blocks.view(torch.float32), kept[2][chain].view(torch.float32), rtol=1e-4, atol=1e-5
+            blocks.view(torch.float32), stored_blocks[2][chain].view(torch.float32), rtol=1e-4, atol=1e-5
         )
 
 
@@ -115,7 +118,7 @@ def test_methods_find_passages_of_their_lead(store, caplog):
     model, tokens = build("qwen2", num_hidden_layers=4), sum(len(PASSAGES[number]) for number in PLACES)
     fill(store, model, method=METHOD)
     for method in (METHOD, Epic(first=0, lead=LEAD), CacheBlend(0.15, lead=LEAD)):
-        assert sum(each.tokens_found for each in ask(model, store, PROMPT, method)[1].stats.passages) == tokens
+        assert sum(passage.tokens_found for passage in ask(model, store, PROMPT, method)[1].stats.passages) == tokens
     for method in (tune(), epic(), CacheTune(lead=LEAD + 1)):
         _, cache = ask(model, store, PROMPT, method)
         assert cache.stats.tokens_restored == 0 and cache.stats.reason == OTHER_LEAD
@@ -130,10 +133,10 @@ def test_behind_text_a_passage_is_exact_nowhere(store):
     model = build("qwen2")
     fill(store, model, method=METHOD)
     ids = join(BOS, PASSAGES[0], QUESTION)
-    ours, cache = ask(model, store, ids, METHOD)
+    logits, cache = ask(model, store, ids, METHOD)
     assert cache.stats.tokens_restored == len(PASSAGES[0])
     full = model(input_ids=ids, logits_to_keep=1).logits
-    assert (ours - full).abs().max() > 1e-3 * full.abs().max()
+    assert (logits - full).abs().max() > 1e-3 * full.abs().max()
     cache = TieredCache(model, store, method=METHOD)  # records approximate KV under no exact name
     with torch.no_grad():
         model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
@@ -152,9 +155,9 @@ def test_a_long_passage_has_as_much_lead_as_positions_leave(store):
             ids = torch.cat([QUESTION[:1], passage, QUESTION[:1]])[None]
             _ours, cache = ask(model, store, ids, METHOD)
             assert cache.stats.tokens_restored == tokens
-            held = kv_of(model, torch.cat([text[: 129 - tokens], passage])[None])
-            mine = cache.layers[-1].values[0, :, 1 : 1 + tokens]
-            torch.testing.assert_close(mine, held[-1][1][0, :, 129 - tokens :], rtol=1e-4, atol=1e-5)
+            reference_kv = kv_of(model, torch.cat([text[: 129 - tokens], passage])[None])
+            values = cache.layers[-1].values[0, :, 1 : 1 + tokens]
+            torch.testing.assert_close(values, reference_kv[-1][1][0, :, 129 - tokens :], rtol=1e-4, atol=1e-5)
 
 
 def test_a_store_that_cannot_be_written_keeps_no_lead(store, monkeypatch, caplog):

@@ -40,24 +40,24 @@ ROWS = [
 
 def padded(rows):
     """Return the arguments of a pass over rows of several lengths, and the columns of padding of each row."""
-    whole = [torch.cat([BOS, *row]) for row in rows]
-    width = max(map(len, whole))
-    ids = torch.stack([torch.cat([torch.zeros(width - len(row), dtype=torch.int64), row]) for row in whole])
+    row_ids = [torch.cat([BOS, *row]) for row in rows]
+    width = max(map(len, row_ids))
+    ids = torch.stack([torch.cat([torch.zeros(width - len(row), dtype=torch.int64), row]) for row in row_ids])
     mask = (ids != 0).long()
-    return {"input_ids": ids, "attention_mask": mask}, [width - len(row) for row in whole]
+    return {"input_ids": ids, "attention_mask": mask}, [width - len(row) for row in row_ids]
 
 
 @torch.no_grad()
 def run(model, store, rows, method):
     """Return the logits of the last token, `[rows, 1, vocabulary]`, and the cache."""
-    given, _ = padded(rows)
+    inputs, _ = padded(rows)
     cache = TieredCache(model, store, method=method, record=False)
-    positions = (given["attention_mask"].cumsum(1) - 1).clamp(min=0)
-    return model(**given, position_ids=positions, past_key_values=cache, logits_to_keep=1).logits, cache
+    positions = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    return model(**inputs, position_ids=positions, past_key_values=cache, logits_to_keep=1).logits, cache
 
 
-def close(ours, theirs):
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4 * float(theirs.abs().max()))
+def close(logits, reference):
+    torch.testing.assert_close(logits, reference, rtol=0, atol=1e-4 * float(reference.abs().max()))
 
 
 METHODS = {
@@ -82,38 +82,38 @@ def test_a_row_is_what_it_would_be_alone(family, how, store):
     model, method = build_deep(family), METHODS[how]
     rows = ROWS if family == "qwen2" else [ROWS[1], ROWS[2], ROWS[0]]  # the first one not the longest
     fill(store, model)
-    ours, cache = run(model, store, rows, method)
+    output, cache = run(model, store, rows, method)
     alone = [run(model, store, [row], method) for row in rows]
-    close(ours, torch.cat([logits for logits, _ in alone]))
+    close(output, torch.cat([logits for logits, _ in alone]))
     for name in ("tokens_restored", "tokens_computed", "tokens_recomputed"):
-        each = [getattr(other.stats, name) for _, other in alone]
-        assert getattr(cache.stats, name) == pytest.approx(sum(each), abs=len(rows) / 2)  # means are rounded
+        values = [getattr(row_cache.stats, name) for _, row_cache in alone]
+        assert getattr(cache.stats, name) == pytest.approx(sum(values), abs=len(rows) / 2)  # means are rounded
     if family != "opt":  # whose positions do not rotate, so that passages stay where they were computed
         assert cache.stats.tokens_restored > 200
         full = run(model, store, rows, Recompute())[0]
-        assert (ours - full)[:3].abs().amax((1, 2)).min() > 1e-3 * full.abs().max()  # so that this says something
+        assert (output - full)[:3].abs().amax((1, 2)).min() > 1e-3 * full.abs().max()  # so that this says something
         assert sorted({passage.row for passage in cache.stats.passages}) == [0, 1, 2]
 
 
 @torch.no_grad()
-def expected(model, row, pad, columns, computed):
+def expected(model, row, pad, columns, computed_columns):
     """Compute the logits of one row whose layers reuse what they do not compute, without hf_tiered_cache.
 
     Args:
         pad: columns of padding.
         columns: of the batch.
-        computed: of each layer the row's columns.
+        computed_columns: of each layer the row's columns.
     """
     begins = 1 + np.cumsum([0, *map(len, row)])
-    found = [(int(at), part) for at, part in zip(begins[:-1], row, strict=True) if len(part) > len(QUESTION)]
-    kv = stored_kv(model, found, columns - pad)
+    passages = [(int(at), part) for at, part in zip(begins[:-1], row, strict=True) if len(part) > len(QUESTION)]
+    kv = stored_kv(model, passages, columns - pad)
     reused = np.zeros(columns, bool)
-    for at, part in found:
+    for at, part in passages:
         reused[pad + at : pad + at + len(part)] = True
     layers = []
-    for mine in computed:
+    for layer_columns in computed_columns:
         without = reused.copy()
-        without[mine] = False
+        without[layer_columns] = False
         layers.append(without[None, pad:])
     cache = Replacing(model, kv, layers)
     return model(input_ids=join(BOS, *row), past_key_values=cache, logits_to_keep=1).logits
@@ -124,13 +124,13 @@ def test_a_row_reuses_its_own_passages_and_computes_its_own_tokens(how, store):
     """The reference is transformers with each row alone."""
     model, method = build("qwen2"), Noting(**{k: getattr(METHODS[how], k) for k in ("recompute", "widen")})
     fill(store, model)
-    given, pads = padded(ROWS[:3])
-    ours, _ = run(model, store, ROWS[:3], method)
-    later = method.chosen if how == "asked" else method.first
-    computed = [method.first if layer <= NARROW_AT else later for layer in range(LAYERS)]
+    inputs, pads = padded(ROWS[:3])
+    output, _ = run(model, store, ROWS[:3], method)
+    later_columns = method.chosen if how == "asked" else method.first
+    columns_by_layer = [method.first if layer <= NARROW_AT else later_columns for layer in range(LAYERS)]
     for row, pad in enumerate(pads):
-        mine = [of_row(columns, row) for columns in computed]
-        close(ours[row : row + 1], expected(model, ROWS[row], pad, given["input_ids"].shape[1], mine))
+        row_columns = [of_row(columns, row) for columns in columns_by_layer]
+        close(output[row : row + 1], expected(model, ROWS[row], pad, inputs["input_ids"].shape[1], row_columns))
 
 
 def test_the_question_of_each_row_sees_what_it_would_see_alone(store):
@@ -161,12 +161,12 @@ def test_a_batch_computes_no_more_than_its_longest_row(how, store, monkeypatch, 
 
     monkeypatch.setattr(kind, "forward", counted)
     fill(store, model)
-    found = []
+    messages = []
     for rows in (ROWS[:2], *([row] for row in ROWS[:2])):
         caplog.clear()
         run(model, store, rows, METHODS[how])
-        found.append([record.msg for record in caplog.records if record.name == "rows"])
-    assert found[0] == np.max(found[1:], axis=0).tolist()
+        messages.append([record.msg for record in caplog.records if record.name == "rows"])
+    assert messages[0] == np.max(messages[1:], axis=0).tolist()
 
 
 def test_decoding_goes_on_in_each_row(store):
@@ -175,29 +175,29 @@ def test_decoding_goes_on_in_each_row(store):
     options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
 
     def answers(rows, **more):
-        given, _ = padded(rows)
+        inputs, _ = padded(rows)
         cache = TieredCache(model, store, method=METHODS["asked"], record=False)
-        ids = model.generate(**given, past_key_values=cache, **options, **more)
-        return ids[:, given["input_ids"].shape[1] :], cache
+        ids = model.generate(**inputs, past_key_values=cache, **options, **more)
+        return ids[:, inputs["input_ids"].shape[1] :], cache
 
     together, _ = answers(ROWS[:3])
     alone = [answers([row]) for row in ROWS[:3]]
     assert torch.equal(together, torch.cat([ids for ids, _ in alone]))
     beams, cache = answers(ROWS[:3], num_beams=2)
     assert torch.equal(beams, torch.cat([answers([row], num_beams=2)[0] for row in ROWS[:3]]))
-    assert cache.stats.tokens_restored == 2 * sum(other.stats.tokens_restored for _, other in alone)
+    assert cache.stats.tokens_restored == 2 * sum(row_cache.stats.tokens_restored for _, row_cache in alone)
 
 
 @torch.no_grad()
 def in_chunks(model, store, rows, first, method):
     """Return the logits of the last token for prompts in chunks of 50 tokens, the first one of `first`."""
-    given, _ = padded(rows)
-    ids, mask = given["input_ids"], given["attention_mask"]
+    inputs, _ = padded(rows)
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
     positions, at, width = (mask.cumsum(1) - 1).clamp(min=0), 0, ids.shape[1]
     cache = TieredCache(model, store, method=method, record=False)
     for stop in (*range(first, width, 50), width):
-        some = {"input_ids": ids[:, at:stop], "attention_mask": mask[:, :stop], "position_ids": positions[:, at:stop]}
-        logits = model(**some, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        chunk = {"input_ids": ids[:, at:stop], "attention_mask": mask[:, :stop], "position_ids": positions[:, at:stop]}
+        logits = model(**chunk, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
         at = stop
     return logits, cache
 
@@ -208,10 +208,10 @@ def test_a_row_in_chunks_is_what_it_would_be_alone(how, store):
     model, rows = build("qwen2"), ROWS[:3]
     fill(store, model)
     _, pads = padded(rows)
-    ours, cache = in_chunks(model, store, rows, 50, METHODS[how])
+    output, cache = in_chunks(model, store, rows, 50, METHODS[how])
     alone = [in_chunks(model, store, [row], 50 - pad, METHODS[how]) for row, pad in zip(rows, pads, strict=True)]
-    close(ours, torch.cat([logits for logits, _ in alone]))
-    assert cache.stats.tokens_restored == sum(other.stats.tokens_restored for _, other in alone) > 0
+    close(output, torch.cat([logits for logits, _ in alone]))
+    assert cache.stats.tokens_restored == sum(row_cache.stats.tokens_restored for _, row_cache in alone) > 0
 
 
 @pytest.mark.parametrize("how", ["moved", "blend"])
@@ -234,10 +234,10 @@ def test_a_part_that_begins_in_the_chunk_before(store):
     """What is computed in the chunk before stays so, and the end of this chunk is computed."""
     model, row = build("qwen2"), (QUESTION[:4], PASSAGES[1], QUESTION)
     fill(store, model)
-    ours, cache = in_chunks(model, store, [row], 29, tune(0.0))
+    output, cache = in_chunks(model, store, [row], 29, tune(0.0))
     assert cache.stats.tokens_restored == 16 + 40
-    computed = np.r_[0:5, 21:29, 69:93]
-    close(ours, expected(model, row, 0, 93, [computed] * LAYERS))
+    positions = np.r_[0:5, 21:29, 69:93]
+    close(output, expected(model, row, 0, 93, [positions] * LAYERS))
 
 
 def test_rows_that_are_alike_share_their_columns(store):
@@ -246,17 +246,17 @@ def test_rows_that_are_alike_share_their_columns(store):
     fill(store, model)
     for rows, alike in (([ROWS[0]] * 2, True), (ROWS[:2], False), (exact, True)):
         method = Noting(0.3)
-        ours, cache = run(model, store, rows, method)
+        output, cache = run(model, store, rows, method)
         assert (method.first.ndim == 1) is alike and cache.stats.tokens_restored > 60
-    close(ours, run(model, store, exact, Recompute())[0])
+    close(output, run(model, store, exact, Recompute())[0])
 
 
 @pytest.mark.parametrize("method", [tune(1.0), epic(recompute=1.0)], ids=str)
 def test_computing_everything_is_full_recompute_bit_for_bit(method, store):
     model = build("qwen2")
     fill(store, model)
-    ours, cache = run(model, store, ROWS, method)
-    assert torch.equal(ours, run(model, store, ROWS, Recompute())[0])
+    output, cache = run(model, store, ROWS, method)
+    assert torch.equal(output, run(model, store, ROWS, Recompute())[0])
     assert cache.stats.tokens_restored == 0
 
 
@@ -274,12 +274,12 @@ def test_prompts_in_several_threads_at_once(how, store):
     sys.setswitchinterval(1e-5)
     try:
         with ThreadPoolExecutor(4) as threads:
-            found = list(threads.map(lambda row: run(model, store, [row], METHODS[how]), rows * 2))
+            results = list(threads.map(lambda row: run(model, store, [row], METHODS[how]), rows * 2))
     finally:
         sys.setswitchinterval(interval)
-    for (ours, cache), (theirs, other) in zip(found, alone * 2, strict=True):
-        close(ours, theirs)
-        assert cache.stats.tokens_restored == other.stats.tokens_restored
+    for (output, cache), (reference, row_cache) in zip(results, alone * 2, strict=True):
+        close(output, reference)
+        assert cache.stats.tokens_restored == row_cache.stats.tokens_restored
 
 
 # --- by hand
@@ -293,20 +293,20 @@ def test_each_row_goes_on_by_what_has_moved_in_it():
     least = side_by_side([np.arange(20, 24), np.r_[0, 1, 18:24]])
     assert np.array_equal(context.inexact, np.arange(24)) and np.array_equal(context.missing, least)
     choice = DeferredChoice(context, 1, 0.1)
-    moved = np.zeros((2, 24), np.float32)
-    moved[0, [3, 5]], moved[1, [11, 17]] = 1, [1, 2]
-    chosen = blend(0.1).narrow(choice, np.arange(24), moved, None)
-    assert of_row(chosen, 0).tolist() == [3, 5, 20, 21, 22, 23]
-    assert of_row(chosen, 1).tolist() == [0, 1, 17, *range(18, 24)]
-    asked = [None, np.where(np.arange(24) == 11, 9.0, 1.0)]
-    chosen = tune(0.1).narrow(choice, np.arange(24), moved, asked)
-    assert of_row(chosen, 1).tolist() == [0, 1, 11, *range(18, 24)]
+    deviation = np.zeros((2, 24), np.float32)
+    deviation[0, [3, 5]], deviation[1, [11, 17]] = 1, [1, 2]
+    columns = blend(0.1).narrow(choice, np.arange(24), deviation, None)
+    assert of_row(columns, 0).tolist() == [3, 5, 20, 21, 22, 23]
+    assert of_row(columns, 1).tolist() == [0, 1, 17, *range(18, 24)]
+    attention = [None, np.where(np.arange(24) == 11, 9.0, 1.0)]
+    columns = tune(0.1).narrow(choice, np.arange(24), deviation, attention)
+    assert of_row(columns, 1).tolist() == [0, 1, 11, *range(18, 24)]
     # what was computed up to there begins with a repeated token of a passage, which is chosen once
-    there = side_by_side([np.r_[3, 5:24], np.r_[0:24]])
-    moved = np.zeros((2, 24), np.float32)
-    moved[0, [0, 1, 2, 3, 4, 5]] = 9, 9, 9, 9, 9, 1  # columns 3, four times in front of itself, and 5
-    chosen = blend(0.1).narrow(choice, there, moved, None)
-    assert of_row(chosen, 0).tolist() == [3, 5, 20, 21, 22, 23]
+    positions = side_by_side([np.r_[3, 5:24], np.r_[0:24]])
+    deviation = np.zeros((2, 24), np.float32)
+    deviation[0, [0, 1, 2, 3, 4, 5]] = 9, 9, 9, 9, 9, 1  # columns 3, four times in front of itself, and 5
+    columns = blend(0.1).narrow(choice, positions, deviation, None)
+    assert of_row(columns, 0).tolist() == [3, 5, 20, 21, 22, 23]
 
 
 rows_of_columns = st.lists(st.frozensets(st.integers(0, 40), min_size=1).map(sorted), min_size=1, max_size=4)
@@ -321,22 +321,22 @@ def test_columns_of_rows_side_by_side(rows, data):
     for number, row in enumerate(rows):
         assert of_row(wide, number).tolist() == row.tolist()
         assert repeats(wide, number) == (wide.shape[-1] - len(row) if wide.ndim == 2 else 0)
-    some = [np.array(sorted({*data.draw(st.sets(st.sampled_from(row.tolist()))), 41})) for row in rows]
-    few = side_by_side(some)
+    subsets = [np.array(sorted({*data.draw(st.sets(st.sampled_from(row.tolist()))), 41})) for row in rows]
+    few = side_by_side(subsets)
     assert Plan(0, 42, (wide, few), ()).suffix is None or wide.ndim == few.ndim == 1
     at = places(few, wide)
     shape = few.shape if wide.ndim == few.ndim else (len(rows), few.shape[-1])
-    every, mine = (np.broadcast_to(each, (len(rows), each.shape[-1])) for each in (wide, few))
+    wide_columns, few_columns = (np.broadcast_to(columns, (len(rows), columns.shape[-1])) for columns in (wide, few))
     if at is None:
         assert np.array_equal(few, wide)
     else:
         assert at.shape == shape
-        taken = np.take_along_axis(every, np.broadcast_to(at, (len(rows), at.shape[-1])), 1)
-        assert np.array_equal(taken, mine)
+        picked = np.take_along_axis(wide_columns, np.broadcast_to(at, (len(rows), at.shape[-1])), 1)
+        assert np.array_equal(picked, few_columns)
 
 
 @pytest.mark.parametrize(
-    ("computed", "says"),
+    ("positions", "says"),
     [
         (([[0, 9], [2, 8]],), "last"),
         (([[4, 4, 9], [3, 2, 9]],), "ascending"),
@@ -344,9 +344,9 @@ def test_columns_of_rows_side_by_side(rows, data):
         (([[4, 4, 9], [2, 4, 9]], [2, 9]), "layer 1"),
     ],
 )
-def test_impossible_plans_of_rows_are_refused(computed, says):
+def test_impossible_plans_of_rows_are_refused(positions, says):
     with pytest.raises(ValueError, match=says):
-        Plan(0, 10, tuple(np.array(c, np.int64) for c in computed), ())
+        Plan(0, 10, tuple(np.array(c, np.int64) for c in positions), ())
 
 
 def test_a_plan_of_rows_counts_each_row():
@@ -358,8 +358,8 @@ def test_a_plan_of_rows_counts_each_row():
     assert plan.restored_tokens == 2 * (10 - 4) + (7 - 4)
     assert plan.recomputed_tokens == (2 * (2 * 2) + 2 * 2) / 4
     indexes = plan.query_indexes(2)
-    assert [mine.tolist() for (mine,) in row_by_row(indexes)] == [[0, 3, 4, 5], [2, 3, 4, 5], [0, 3, 4, 5]]
-    later = side_by_side([np.r_[6:10], np.r_[4, 7:10], np.r_[6:10]])
-    assert Plan(0, 10, (later,) * 4, groups).first_position(3) == 2  # a window before the first that any row computes
+    assert [index.tolist() for (index,) in row_by_row(indexes)] == [[0, 3, 4, 5], [2, 3, 4, 5], [0, 3, 4, 5]]
+    last = side_by_side([np.r_[6:10], np.r_[4, 7:10], np.r_[6:10]])
+    assert Plan(0, 10, (last,) * 4, groups).first_position(3) == 2  # a window before the first that any row computes
     assert plan.hidden_indexes(1) is None and plan.hidden_indexes(3) is None
     assert np.array_equal(plan.hidden_indexes(2), indexes)

@@ -89,12 +89,12 @@ def expected(model, ids, reused, from_layer=0, sink=BOS):
     Without hf_tiered_cache: a passage is computed behind its sink at the positions where it will stand.
     """
     columns, parts = [], []
-    for start, tokens, which in reused:
+    for start, tokens, indexes in reused:
         cache = Remembering(model)
         positions = torch.arange(start - len(sink), start + len(tokens)).unsqueeze(0)
         model(input_ids=join(sink, tokens), position_ids=positions, past_key_values=cache, use_cache=True)
-        columns += [start + int(i) for i in which]
-        parts.append([tuple(t[:, :, len(sink) + torch.as_tensor(which)] for t in layer) for layer in cache.all()])
+        columns += [start + int(i) for i in indexes]
+        parts.append([tuple(t[:, :, len(sink) + torch.as_tensor(indexes)] for t in layer) for layer in cache.all()])
     kv = [tuple(torch.cat([part[i][t] for part in parts], dim=2) for t in (0, 1)) for i in range(len(parts[0]))]
     return model(input_ids=ids, past_key_values=Replacing(model, columns, kv, from_layer), logits_to_keep=1).logits
 
@@ -157,12 +157,12 @@ def test_reused_tokens_stand_at_their_new_positions(family, store):
     """Full reuse is compared with passages that were computed at these positions."""
     model = build(family)
     fill(store, model)
-    ours, cache = ask(model, store, PROMPT, tune(recompute=0.0))
+    logits, cache = ask(model, store, PROMPT, tune(recompute=0.0))
     assert cache.stats.tokens_restored == sum(len(PASSAGES[number]) for number in PLACES)
-    theirs = expected(model, PROMPT, of_each(lambda passage: range(len(passage))))
+    reference = expected(model, PROMPT, of_each(lambda passage: range(len(passage))))
     full = model(input_ids=PROMPT, logits_to_keep=1).logits.detach()
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4 * float(full.abs().max()))
-    assert (ours - full).abs().max() > 1e-3 * full.abs().max()  # so that the line above says something
+    torch.testing.assert_close(logits, reference, rtol=0, atol=1e-4 * float(full.abs().max()))
+    assert (logits - full).abs().max() > 1e-3 * full.abs().max()  # so that the line above says something
 
 
 @pytest.mark.parametrize("rope", ROPES)
@@ -170,10 +170,10 @@ def test_reused_tokens_stand_at_their_new_positions(family, store):
 def test_positions_under_every_scaling(rope, store):
     model = build("llama", rope_parameters=ROPES[rope], max_position_embeddings=2048)
     fill(store, model)
-    ours, cache = ask(model, store, PROMPT, fixed(0.25))
+    logits, cache = ask(model, store, PROMPT, fixed(0.25))
     assert cache.stats.tokens_restored > 0
-    theirs = expected(model, PROMPT, of_each(chosen_by(store, 0.25)))
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4 * float(theirs.abs().max()))
+    reference = expected(model, PROMPT, of_each(chosen_by(store, 0.25)))
+    torch.testing.assert_close(logits, reference, rtol=0, atol=1e-4 * float(reference.abs().max()))
 
 
 @pytest.mark.parametrize("share", [0.05, 0.15, 0.5, 0.9])
@@ -183,47 +183,47 @@ def test_chosen_tokens_are_computed_in_true_context(ranking, share, store):
     model = build("qwen2")
     method = fixed(share, ranking=ranking)
     fill(store, model, method=method)
-    ours, cache = ask(model, store, PROMPT, method)
-    theirs = expected(model, PROMPT, of_each(chosen_by(store, share, method.ranked_by)))
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4 * float(theirs.abs().max()))
-    restored = sum(len(PASSAGES[n]) - int(share * len(PASSAGES[n])) for n in PLACES)
-    assert cache.stats.tokens_restored == restored
+    logits, cache = ask(model, store, PROMPT, method)
+    reference = expected(model, PROMPT, of_each(chosen_by(store, share, method.ranked_by)))
+    torch.testing.assert_close(logits, reference, rtol=0, atol=1e-4 * float(reference.abs().max()))
+    expected_tokens = sum(len(PASSAGES[n]) - int(share * len(PASSAGES[n])) for n in PLACES)
+    assert cache.stats.tokens_restored == expected_tokens
     assert cache.stats.tokens_recomputed == 0
 
 
 def test_epic_computes_the_beginnings(store):
     model = build("qwen2")
     fill(store, model, method=epic())
-    ours, _ = ask(model, store, PROMPT, epic(first=20))
-    theirs = expected(model, PROMPT, of_each(lambda passage: range(20, len(passage))))
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4 * float(theirs.abs().max()))
+    logits, _ = ask(model, store, PROMPT, epic(first=20))
+    reference = expected(model, PROMPT, of_each(lambda passage: range(20, len(passage))))
+    torch.testing.assert_close(logits, reference, rtol=0, atol=1e-4 * float(reference.abs().max()))
 
 
 @pytest.mark.parametrize("share", [0.0, 0.15, 0.5])
 def test_cacheblend_computes_what_has_changed_most(share, store):
     model = build("qwen2")
     fill(store, model)
-    ours, _ = ask(model, store, PROMPT, blend(recompute=share))
+    logits, _ = ask(model, store, PROMPT, blend(recompute=share))
     values, deviation = kv_of(model, PROMPT)[1][1], {}
     for number, start in PLACES.items():
         alone = kv_of(model, join(BOS, PASSAGES[number]))[1][1][:, :, 1:]
         changed = (values[:, :, start : start + alone.shape[2]] - alone).square().sum((0, 1, 3))
         deviation |= {(number, i): float(d) for i, d in enumerate(changed)}
-    chosen = set(sorted(deviation, key=lambda token: -deviation[token])[: int(share * len(deviation))])
+    recomputed_tokens = set(sorted(deviation, key=lambda token: -deviation[token])[: int(share * len(deviation))])
     reused = [
-        (start, PASSAGES[number], [i for i in range(len(PASSAGES[number])) if (number, i) not in chosen])
+        (start, PASSAGES[number], [i for i in range(len(PASSAGES[number])) if (number, i) not in recomputed_tokens])
         for number, start in PLACES.items()
     ]
-    theirs = expected(model, PROMPT, reused, from_layer=2)
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4 * float(theirs.abs().max()))
+    reference = expected(model, PROMPT, reused, from_layer=2)
+    torch.testing.assert_close(logits, reference, rtol=0, atol=1e-4 * float(reference.abs().max()))
 
 
 def test_cacheblend_of_everything_is_full_recompute(store):
     model = build("qwen2")
     fill(store, model)
-    ours, _ = ask(model, store, PROMPT, blend(recompute=1.0))
+    logits, _ = ask(model, store, PROMPT, blend(recompute=1.0))
     full = model(input_ids=PROMPT, logits_to_keep=1).logits.detach()
-    torch.testing.assert_close(ours, full, rtol=0, atol=1e-5 * float(full.abs().max()))
+    torch.testing.assert_close(logits, full, rtol=0, atol=1e-5 * float(full.abs().max()))
 
 
 @pytest.mark.parametrize(("layers", "method"), [(2, blend()), (2, blend(recompute=0.0)), (4, tune(recompute=1.0))])
@@ -242,8 +242,8 @@ def test_a_method_that_computes_all_tokens_of_passages_says_so(layers, method, s
 def test_computing_everything_is_full_recompute(store):
     model = build("qwen2")
     fill(store, model)
-    ours, cache = ask(model, store, PROMPT, tune(recompute=1.0))
-    assert torch.equal(ours, model(input_ids=PROMPT, logits_to_keep=1).logits)
+    logits, cache = ask(model, store, PROMPT, tune(recompute=1.0))
+    assert torch.equal(logits, model(input_ids=PROMPT, logits_to_keep=1).logits)
     assert cache.stats.tokens_restored == 0
 
 
@@ -252,10 +252,10 @@ def test_a_passage_at_the_beginning_is_exact(family, store):
     """After the sink that it was computed with, nothing of it is computed."""
     model, ids = build(family), join(BOS, PASSAGES[0], QUESTION)
     fill(store, model)
-    ours, cache = ask(model, store, ids, tune(recompute=0.5))
+    logits, cache = ask(model, store, ids, tune(recompute=0.5))
     assert cache.stats.tokens_restored == len(PASSAGES[0])
     full = model(input_ids=ids, logits_to_keep=1).logits.detach()
-    torch.testing.assert_close(ours, full, rtol=0, atol=2e-5 * float(full.abs().max()))
+    torch.testing.assert_close(logits, full, rtol=0, atol=2e-5 * float(full.abs().max()))
 
 
 def test_a_stored_prefix_is_restored_whole(store):
@@ -268,11 +268,11 @@ def test_a_stored_prefix_is_restored_whole(store):
         cache.store_now()
     store.flush()
     ids = join(beginning[0], PASSAGES[0], QUESTION)
-    ours, cache = ask(model, store, ids, fixed(0.25))
+    logits, cache = ask(model, store, ids, fixed(0.25))
     begins = len(beginning[0])
-    theirs = expected(model, ids, [(begins, PASSAGES[0], chosen_by(store, 0.25)(PASSAGES[0]))])
+    reference = expected(model, ids, [(begins, PASSAGES[0], chosen_by(store, 0.25)(PASSAGES[0]))])
     assert cache.stats.tokens_restored == begins // 16 * 16 + 72
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4 * float(theirs.abs().max()))
+    torch.testing.assert_close(logits, reference, rtol=0, atol=1e-4 * float(reference.abs().max()))
 
 
 # --- where passages are
@@ -282,11 +282,11 @@ def test_the_same_passage_twice(store):
     model = build("qwen2")
     fill(store, model)
     ids = join(BOS, QUESTION, PASSAGES[1], PASSAGES[1], QUESTION)
-    ours, cache = ask(model, store, ids, fixed(0.25))
-    which = chosen_by(store, 0.25)(PASSAGES[1])
-    theirs = expected(model, ids, [(25, PASSAGES[1], which), (89, PASSAGES[1], which)])
+    logits, cache = ask(model, store, ids, fixed(0.25))
+    indexes = chosen_by(store, 0.25)(PASSAGES[1])
+    reference = expected(model, ids, [(25, PASSAGES[1], indexes), (89, PASSAGES[1], indexes)])
     assert cache.stats.tokens_restored == 2 * 48
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4 * float(theirs.abs().max()))
+    torch.testing.assert_close(logits, reference, rtol=0, atol=1e-4 * float(reference.abs().max()))
 
 
 def test_rows_of_a_batch_have_passages_of_their_own(store):
@@ -299,21 +299,21 @@ def test_rows_of_a_batch_have_passages_of_their_own(store):
     arguments = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0), "logits_to_keep": 1}
     cache = TieredCache(model, store, method=tune(recompute=0.0), record=False)
     with torch.no_grad():
-        ours = model(input_ids=ids, past_key_values=cache, **arguments).logits
+        logits = model(input_ids=ids, past_key_values=cache, **arguments).logits
     assert cache.stats.tokens_restored > 0
     first = model(input_ids=rows[0].unsqueeze(0), logits_to_keep=1).logits
-    torch.testing.assert_close(ours[:1], first, rtol=0, atol=1e-4 * float(first.abs().max()))  # exact in this row
+    torch.testing.assert_close(logits[:1], first, rtol=0, atol=1e-4 * float(first.abs().max()))  # exact in this row
 
 
 def test_boundaries_may_be_named(store):
     model = build("qwen2")
     fill(store, model)
-    found, cache = ask(model, store, PROMPT, tune(), segments=list(PLACES.values()))
-    everywhere, other = ask(model, store, PROMPT, tune())
-    assert torch.equal(found, everywhere)
-    assert cache.stats.tokens_restored == other.stats.tokens_restored
-    _, none = ask(model, store, PROMPT, tune(), segments=[1, 2])
-    assert none.stats.tokens_restored == 0
+    logits, cache = ask(model, store, PROMPT, tune(), segments=list(PLACES.values()))
+    everywhere, other_cache = ask(model, store, PROMPT, tune())
+    assert torch.equal(logits, everywhere)
+    assert cache.stats.tokens_restored == other_cache.stats.tokens_restored
+    _, unmatched_cache = ask(model, store, PROMPT, tune(), segments=[1, 2])
+    assert unmatched_cache.stats.tokens_restored == 0
 
 
 @pytest.mark.parametrize("segments", [[], [67], [300]])
@@ -336,16 +336,16 @@ def test_chunked_prefill_restores_all_passages(family, store):
     cache = TieredCache(model, store, method=tune(recompute=0.0), record=False)
     with torch.no_grad():
         for chunk in PROMPT.split(100, dim=1):
-            ours = model(input_ids=chunk, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
-    computed = {*range(88, 100), 199}
+            logits = model(input_ids=chunk, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+    computed_positions = {*range(88, 100), 199}
     reused = [
-        (start, PASSAGES[n], [i for i in range(len(PASSAGES[n])) if start + i not in computed])
+        (start, PASSAGES[n], [i for i in range(len(PASSAGES[n])) if start + i not in computed_positions])
         for n, start in PLACES.items()
     ]
-    theirs = expected(model, PROMPT, reused)
+    reference = expected(model, PROMPT, reused)
     assert cache.stats.tokens_restored == 112 + 96 + 80 - 13
-    assert [each.tokens_missed for each in cache.stats.passages] == [0, 0, 0]
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4 * float(theirs.abs().max()))
+    assert [passage.tokens_missed for passage in cache.stats.passages] == [0, 0, 0]
+    torch.testing.assert_close(logits, reference, rtol=0, atol=1e-4 * float(reference.abs().max()))
     cache = TieredCache(model, store, method=tune(recompute=0.0))
     model.generate(PROMPT, past_key_values=cache, prefill_chunk_size=100, max_new_tokens=4, do_sample=False)
     assert (cache.stats.tokens_restored, cache.stats.tokens_stored) == (112 + 96 + 80 - 13, 0)
@@ -362,15 +362,15 @@ def test_chunked_prefill_with_what_is_computed(method, store):
     model, between = build_deep("qwen2"), prompt(4, seed=51)[0]
     fill(store, model)
     ids = join(BOS, between, PASSAGES[1], between, PASSAGES[3], between, QUESTION)
-    whole, _ = ask(model, store, ids, method)
+    reference, _ = ask(model, store, ids, method)
     cache = TieredCache(model, store, method=method, record=False)
     with torch.no_grad():
         for chunk in ids.split([1 + 4 + 64 + 2, len(ids[0]) - 71], dim=1):
-            ours = model(input_ids=chunk, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
-    assert [each.tokens_found for each in cache.stats.passages] == [64, 80]
+            logits = model(input_ids=chunk, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+    assert [passage.tokens_found for passage in cache.stats.passages] == [64, 80]
     if method in (fixed(0.25), epic()):
-        torch.testing.assert_close(ours, whole, rtol=0, atol=1e-4 * float(whole.abs().max()))
-    assert torch.isfinite(ours).all()
+        torch.testing.assert_close(logits, reference, rtol=0, atol=1e-4 * float(reference.abs().max()))
+    assert torch.isfinite(logits).all()
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -395,7 +395,7 @@ def test_the_next_turn_finds_passages_too(store):
     answer = model.generate(join(BOS, QUESTION, PASSAGES[1], QUESTION), past_key_values=cache, max_new_tokens=4)
     model.generate(join(answer[0], PASSAGES[3], QUESTION), past_key_values=cache, max_new_tokens=4)
     assert cache.stats.tokens_restored == 64 + 80
-    assert [each.tokens_found for each in cache.stats.passages] == [64, 80]
+    assert [passage.tokens_found for passage in cache.stats.passages] == [64, 80]
     assert cache.stats.tokens_stored == 0
 
 
@@ -403,7 +403,9 @@ def test_the_next_turn_finds_passages_too(store):
 
 
 def told(cache):
-    return [(each.start, each.tokens_found, each.tokens_missed, each.reason) for each in cache.stats.passages]
+    return [
+        (passage.start, passage.tokens_found, passage.tokens_missed, passage.reason) for passage in cache.stats.passages
+    ]
 
 
 def test_each_passage_is_told(store):
@@ -416,7 +418,7 @@ def test_each_passage_is_told(store):
         (144, 64, 0, ""),
         (208, 64, 48, f"48 tokens {CUT}"),
     ]
-    assert {each.label for each in cache.stats.passages} == {"a corpus"}
+    assert {passage.label for passage in cache.stats.passages} == {"a corpus"}
     assert "3 / 208 / 64" in str(cache.stats) and "passage at token 25" in cache._repr_html_()
     assert cache.stats.as_dict()["passages"][1]["tokens_found"] == 64
 
@@ -459,7 +461,9 @@ def test_passages_of_rows_are_told_row_by_row(store):
     fill(store, model)
     rows = torch.stack([torch.cat([BOS, QUESTION, PASSAGES[n][:64], QUESTION]) for n in (1, 0)])
     _, cache = ask(model, store, rows, tune(recompute=0.0))
-    assert [(each.row, *each_told) for each, each_told in zip(cache.stats.passages, told(cache), strict=True)] == [
+    assert [
+        (passage.row, *each_told) for passage, each_told in zip(cache.stats.passages, told(cache), strict=True)
+    ] == [
         (0, 25, 64, 0, ""),
         (1, 25, 64, 32, f"16 tokens {CHANGED}; 16 tokens {CUT}"),
     ]
@@ -471,7 +475,7 @@ def changed(passage, at, removed=1, inserted=(5,)):
 
 
 @pytest.mark.parametrize(
-    ("there", "which"),
+    ("variant", "indexes"),
     [
         (changed(PASSAGES[0], 40), [*range(32), *range(48, 96)]),  # one token is another
         (changed(PASSAGES[0], 0), range(16, 96)),
@@ -483,20 +487,20 @@ def changed(passage, at, removed=1, inserted=(5,)):
     ids=["another", "first", "merged", "last", "cut in front", "cut"],
 )
 @pytest.mark.thin(2)
-def test_a_passage_is_found_from_any_part(there, which, store):
+def test_a_passage_is_found_from_any_part(variant, indexes, store):
     """What stands there otherwise costs 16 tokens, and not the rest; KV stands at its positions in this prompt."""
     model = build("qwen2")
     fill(store, model)
-    ids = join(BOS, QUESTION, there, torch.tensor([5]), PASSAGES[1], QUESTION)
-    ours, cache = ask(model, store, ids, tune(recompute=0.0))
-    shift = len(there) - len(PASSAGES[0])
-    front = [i for i in which if torch.equal(there[: i + 1], PASSAGES[0][: i + 1])]
-    behind = [i for i in which if i not in front]
+    ids = join(BOS, QUESTION, variant, torch.tensor([5]), PASSAGES[1], QUESTION)
+    logits, cache = ask(model, store, ids, tune(recompute=0.0))
+    shift = len(variant) - len(PASSAGES[0])
+    front = [i for i in indexes if torch.equal(variant[: i + 1], PASSAGES[0][: i + 1])]
+    behind = [i for i in indexes if i not in front]
     reused = [(25, PASSAGES[0], front), (25 + shift, PASSAGES[0], behind)]
-    reused = [each for each in reused if len(each[2])]
-    theirs = expected(model, ids, [*reused, (26 + len(there), PASSAGES[1], range(64))])
-    assert cache.stats.tokens_restored == len(which) + 64
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4 * float(theirs.abs().max()))
+    reused = [part for part in reused if len(part[2])]
+    reference = expected(model, ids, [*reused, (26 + len(variant), PASSAGES[1], range(64))])
+    assert cache.stats.tokens_restored == len(indexes) + 64
+    torch.testing.assert_close(logits, reference, rtol=0, atol=1e-4 * float(reference.abs().max()))
 
 
 def test_a_changed_passage_at_the_beginning_is_not_exact(store):
@@ -504,9 +508,9 @@ def test_a_changed_passage_at_the_beginning_is_not_exact(store):
     model = build("qwen2")
     fill(store, model)
     ids = join(BOS, changed(PASSAGES[0], 40), QUESTION)
-    ours, cache = ask(model, store, ids, tune(recompute=0.0))
-    theirs = expected(model, ids, [(1, PASSAGES[0], [*range(32), *range(48, 96)])])
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4 * float(theirs.abs().max()))
+    logits, cache = ask(model, store, ids, tune(recompute=0.0))
+    reference = expected(model, ids, [(1, PASSAGES[0], [*range(32), *range(48, 96)])])
+    torch.testing.assert_close(logits, reference, rtol=0, atol=1e-4 * float(reference.abs().max()))
     assert cache.stats.tokens_restored == 80
     _, half = ask(model, store, ids, fixed(0.5))
     assert half.stats.tokens_restored == 32 + 24  # what stands before the change is exact, and restored whole
@@ -527,10 +531,10 @@ def test_passages_that_end_alike_are_two_segments(store):
 def test_what_another_process_stores_and_removes_is_seen(tmp_path):
     """Removed entries lead to nothing, however many there were."""
     model = build("qwen2")
-    with KVStore(tmp_path, engine="posix") as store, KVStore(tmp_path, engine="posix") as other:
+    with KVStore(tmp_path, engine="posix") as store, KVStore(tmp_path, engine="posix") as other_store:
 
         def found():
-            return ask(model, other, PROMPT, tune(recompute=0.0))[1].stats.tokens_restored
+            return ask(model, other_store, PROMPT, tune(recompute=0.0))[1].stats.tokens_restored
 
         assert found() == 0
         fill(store, model, PASSAGES[:1])
@@ -565,9 +569,9 @@ def test_the_quick_hash_is_siphash():
         pytest.skip("this Python has another hash")
     words = np.random.default_rng(0).integers(0, 2**63, 20).astype(np.uint64)
     code = "import sys; print([hash(bytes.fromhex(word)) % 2**64 for word in sys.argv[1:]])"
-    asked = [word.astype("<u8").tobytes().hex() for word in words]
+    args = [word.astype("<u8").tobytes().hex() for word in words]
     run = subprocess.run(
-        [sys.executable, "-c", code, *asked], env={"PYTHONHASHSEED": "0"}, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code, *args], env={"PYTHONHASHSEED": "0"}, capture_output=True, text=True, check=True
     )
     assert run.stdout.strip() == str(siphash(words, 0, 0).tolist())
 
@@ -575,22 +579,22 @@ def test_the_quick_hash_is_siphash():
 def test_quick_hashes_are_of_sixteen_tokens_and_under_the_secret():
     tokens = np.random.default_rng(0).integers(0, 2**17, 100)
     hasher = PassageHasher(("model", "passage 1", ""), b"secret")
-    every = hasher.scan(tokens)
-    assert len(every) == 85 and len(set(every.tolist())) == 85
+    quick_hashes = hasher.scan(tokens)
+    assert len(quick_hashes) == 85 and len(set(quick_hashes.tolist())) == 85
     for at in (0, 1, 50, 84):
-        assert hasher.scan(tokens[at : at + 16]).tolist() == [every[at]]
-        for other in range(16):
-            assert hasher.scan(changed_at(tokens[at : at + 16], other)) != every[at]
-    assert hasher.scan_hashes(tokens) == every[:81:16].astype("<u4").tobytes()
+        assert hasher.scan(tokens[at : at + 16]).tolist() == [quick_hashes[at]]
+        for position in range(16):
+            assert hasher.scan(changed_at(tokens[at : at + 16], position)) != quick_hashes[at]
+    assert hasher.scan_hashes(tokens) == quick_hashes[:81:16].astype("<u4").tobytes()
     assert len(hasher.scan(tokens[:15])) == 0
     for root, salt in ((("model", "passage 1", ""), b"another"), (("other", "passage 1", ""), b"secret")):
-        assert not set(PassageHasher(root, salt).scan(tokens).tolist()) & set(every.tolist())
+        assert not set(PassageHasher(root, salt).scan(tokens).tolist()) & set(quick_hashes.tolist())
 
 
 def changed_at(tokens, at):
-    other = tokens.copy()
-    other[at] += 1
-    return other
+    edited = tokens.copy()
+    edited[at] += 1
+    return edited
 
 
 def test_a_heading_that_a_thousand_passages_have_costs_no_time(monkeypatch):
@@ -600,9 +604,9 @@ def test_a_heading_that_a_thousand_passages_have_costs_no_time(monkeypatch):
     rows = [row_of(hasher, passage) for passage in passages]
     seeds = PassageIndex(Listed(rows)).seeds
     tokens = np.concatenate([passages[900], passages[17], np.arange(32), random.integers(0, 1000, 9)])
-    found = find_passages(tokens, hasher, seeds)
-    assert [(match.at, match.first, match.num_hashes) for match in found] == [(0, 0, 6), (96, 0, 6), (192, 0, 2)]
-    assert [match.row.id for match in found[:2]] == [rows[900].id, rows[17].id]
+    matches = find_passages(tokens, hasher, seeds)
+    assert [(match.at, match.first, match.num_hashes) for match in matches] == [(0, 0, 6), (96, 0, 6), (192, 0, 2)]
+    assert [match.row.id for match in matches[:2]] == [rows[900].id, rows[17].id]
     assert len(seeds(hasher.scan(tokens)).at) <= 6 * 32 + 2 * 4
 
 
@@ -618,21 +622,21 @@ def test_found_against_trying_everything(passages, data):
     tokens = np.array([token for part in parts for token in part], np.int64)
     start = data.draw(st.integers(0, 20))
     matches = find_passages(tokens, hasher, PassageIndex(Listed(rows)).seeds, start)
-    whole = [np.array(passage[: len(passage) // 16 * 16]) for passage in passages]
+    trimmed_passages = [np.array(passage[: len(passage) // 16 * 16]) for passage in passages]
     for match in matches:  # each is there
         assert match.at >= start
         first, count = 16 * match.first, 16 * match.num_hashes
         passage = passages[[row.id for row in rows].index(match.row.id)]
         assert tokens[match.at : match.stop].tolist() == passage[first : first + count]
-    for one, other in itertools.pairwise(matches):
-        assert one.stop <= other.at
+    for previous, following in itertools.pairwise(matches):
+        assert previous.stop <= following.at
     longest = 0
     for at in range(start, len(tokens)):
-        for passage in whole:
+        for passage in trimmed_passages:
             for first in range(0, len(passage), 16):
                 count = min(len(passage) - first, len(tokens) - at)
-                same = tokens[at : at + count] == passage[first : first + count]
-                longest = max(longest, (count if same.all() else int(np.argmin(same))) // 16)
+                is_equal = tokens[at : at + count] == passage[first : first + count]
+                longest = max(longest, (count if is_equal.all() else int(np.argmin(is_equal))) // 16)
     assert max((match.num_hashes for match in matches), default=0) == longest
 
 
@@ -703,10 +707,10 @@ def test_a_damaged_passage_is_computed(store, tmp_path):
         for chunk in range(reader.shape.chunks_in(reader.shape.block_groups[0])):
             data[reader.header.blocks.offset + chunk * reader.shape.block_groups[0].block_bytes] ^= 1
         again._storage.disk.path(row.id).write_bytes(data)
-        ours, cache = ask(model, again, PROMPT, tune(recompute=0.0))
-        left = [(start, PASSAGES[n], range(len(PASSAGES[n]))) for n, start in PLACES.items() if n != 0]
-        theirs = expected(model, PROMPT, left)
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4 * float(theirs.abs().max()))
+        logits, cache = ask(model, again, PROMPT, tune(recompute=0.0))
+        reused = [(start, PASSAGES[n], range(len(PASSAGES[n]))) for n, start in PLACES.items() if n != 0]
+        reference = expected(model, PROMPT, reused)
+        torch.testing.assert_close(logits, reference, rtol=0, atol=1e-4 * float(reference.abs().max()))
         assert cache.stats.details.verification_failures >= 1
 
 
@@ -737,11 +741,11 @@ def test_epic_without_a_sink(store):
     model = build("qwen2")
     fill(store, model, method=epic(lead=0))
     assert ask(model, store, PROMPT, epic(first=20))[1].stats.tokens_restored == 0
-    ours, cache = ask(model, store, PROMPT, epic(first=20, lead=0))
+    logits, cache = ask(model, store, PROMPT, epic(first=20, lead=0))
     assert cache.stats.tokens_restored == sum(len(PASSAGES[number]) - 20 for number in PLACES)
-    theirs = expected(model, PROMPT, of_each(lambda passage: range(20, len(passage))), sink=BOS[:0])
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4 * float(theirs.abs().max()))
-    assert (ours - expected(model, PROMPT, of_each(lambda passage: range(20, len(passage))))).abs().max() > 1e-3
+    reference = expected(model, PROMPT, of_each(lambda passage: range(20, len(passage))), sink=BOS[:0])
+    torch.testing.assert_close(logits, reference, rtol=0, atol=1e-4 * float(reference.abs().max()))
+    assert (logits - expected(model, PROMPT, of_each(lambda passage: range(20, len(passage))))).abs().max() > 1e-3
 
 
 def test_another_model_finds_nothing(store):
@@ -768,8 +772,8 @@ def test_the_reference_is_full_computation_where_nothing_is_reused():
     kv = kv_of(model, PROMPT)
     own = [tuple(t[:, :, 8:40] for t in layer) for layer in kv]
     with torch.no_grad():
-        ours = model(
+        logits = model(
             input_ids=PROMPT, past_key_values=Replacing(model, list(range(8, 40)), own, 0), logits_to_keep=1
         ).logits
         full = model(input_ids=PROMPT, logits_to_keep=1).logits
-    torch.testing.assert_close(ours, full, rtol=0, atol=1e-5)
+    torch.testing.assert_close(logits, full, rtol=0, atol=1e-5)

@@ -31,14 +31,14 @@ class Noting(CacheTune):
         super().__init__(*settings, **({"lead": 1} | options))
 
     def positions_to_compute(self, context):
-        computed = super().positions_to_compute(context)
-        self.__dict__.update(first=computed[0])
-        return computed
+        positions = super().positions_to_compute(context)
+        self.__dict__.update(first=positions[0])
+        return positions
 
-    def narrow(self, choice, columns, moved, attention):
-        chosen = super().narrow(choice, columns, moved, attention)
-        self.__dict__.update(chosen=chosen, attention=attention)
-        return chosen
+    def narrow(self, choice, columns, deviation, attention):
+        chosen_columns = super().narrow(choice, columns, deviation, attention)
+        self.__dict__.update(chosen=chosen_columns, attention=attention)
+        return chosen_columns
 
     def with_calibrated_ratio(self, ratio):
         return self
@@ -53,46 +53,46 @@ class Replacing(Remembering):
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
         if key_states.shape[2] > 1:
-            held = torch.from_numpy(self.without[layer_idx])[:, None, :, None]
-            key_states = torch.where(held, self.kv[layer_idx][0], key_states)
-            value_states = torch.where(held, self.kv[layer_idx][1], value_states)
+            is_stored = torch.from_numpy(self.without[layer_idx])[:, None, :, None]
+            key_states = torch.where(is_stored, self.kv[layer_idx][0], key_states)
+            value_states = torch.where(is_stored, self.kv[layer_idx][1], value_states)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
 
 @torch.no_grad()
 def stored_kv(model, places, columns):
     """Return each layer's KV of a prompt's passages, computed alone after the sink; zero elsewhere."""
-    whole = None
+    kv = None
     for at, tokens in places:
         cache, positions = Remembering(model), torch.arange(at - 1, at + len(tokens)).unsqueeze(0)
         model(input_ids=join(BOS, tokens), position_ids=positions, past_key_values=cache, use_cache=True)
-        every = cache.all()
-        if whole is None:
-            whole = [[t.new_zeros(*t.shape[:2], columns, t.shape[3]) for t in layer] for layer in every]
-        for held, layer in zip(whole, every, strict=True):
-            for to, tensor in zip(held, layer, strict=True):
+        passage_kv = cache.all()
+        if kv is None:
+            kv = [[t.new_zeros(*t.shape[:2], columns, t.shape[3]) for t in layer] for layer in passage_kv]
+        for stored_layer, layer in zip(kv, passage_kv, strict=True):
+            for to, tensor in zip(stored_layer, layer, strict=True):
                 to[:, :, at : at + len(tokens)] = tensor[:, :, 1:]
-    return [tuple(layer) for layer in whole]
+    return [tuple(layer) for layer in kv]
 
 
 def reusable():
-    found = np.zeros(COLUMNS, bool)
+    mask = np.zeros(COLUMNS, bool)
     for columns in HOLDS.values():
-        found[columns] = True
-    return found
+        mask[columns] = True
+    return mask
 
 
-def without(computed):
+def without(computed_columns):
     """Return the passages' columns that are not computed, bool `[1, columns]`."""
-    found = reusable()
-    found[computed] = False
-    return found[None]
+    mask = reusable()
+    mask[computed_columns] = False
+    return mask[None]
 
 
 @torch.no_grad()
-def expected(model, first, chosen, narrow_at, **options):
+def expected(model, first, second, narrow_at, **options):
     kv = stored_kv(model, [(at, PASSAGES[n]) for n, at in PLACES.items()], COLUMNS)
-    layers = [without(first if layer <= narrow_at else chosen) for layer in range(model.config.num_hidden_layers)]
+    layers = [without(first if layer <= narrow_at else second) for layer in range(model.config.num_hidden_layers)]
     return model(input_ids=PROMPT, past_key_values=Replacing(model, kv, layers), logits_to_keep=1, **options)
 
 
@@ -104,14 +104,14 @@ FAMILIES = ["llama", "qwen2", "phi3", "gemma2", "gemma3", "qwen2_sliding", "smol
 def test_what_is_chosen_under_way_is_computed_in_true_context(family, store):
     model, method = build(family), Noting(0.3)
     fill(store, model, method=tune())
-    ours, cache = ask(model, store, PROMPT, method)
+    logits, cache = ask(model, store, PROMPT, method)
     assert 0 < len(method.chosen) < len(method.first) < COLUMNS
-    theirs = expected(model, method.first, method.chosen, NARROW_AT).logits
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4 * float(theirs.abs().max()))
+    reference = expected(model, method.first, method.chosen, NARROW_AT).logits
+    torch.testing.assert_close(logits, reference, rtol=0, atol=1e-4 * float(reference.abs().max()))
     full = model(input_ids=PROMPT, logits_to_keep=1).logits.detach()
-    assert (ours - full).abs().max() > 1e-3 * full.abs().max()  # so that the lines above say something
-    many, few, seen = len(method.first), len(method.chosen), model.config._attn_implementation == "sdpa"
-    wide = NARROW_AT if seen else NARROW_AT + 1  # gemma2's attention is eager
+    assert (logits - full).abs().max() > 1e-3 * full.abs().max()  # so that the lines above say something
+    many, few, is_sdpa = len(method.first), len(method.chosen), model.config._attn_implementation == "sdpa"
+    wide = NARROW_AT if is_sdpa else NARROW_AT + 1  # gemma2's attention is eager
     assert cache.stats.tokens_computed == few
     assert cache.stats.tokens_recomputed == round(wide * (many - few) / LAYERS)
     assert cache.stats.tokens_restored == COLUMNS - few
@@ -137,11 +137,11 @@ def test_the_first_layers_compute_those_that_other_text_moves_most(store):
     model, method = build("llama"), Noting(0.3, widen=3)
     fill(store, model, method=tune())
     ask(model, store, PROMPT, method)
-    scores, mine = {}, np.flatnonzero(reusable())
+    scores, reusable_columns = {}, np.flatnonzero(reusable())
     for n, columns in HOLDS.items():
         scores |= zip(columns, scores_in(store, "context")[len(PASSAGES[n])], strict=True)
     wide, _ = share_of(LAYERS)
-    assert highest(scores, int(wide * len(mine))) == set(method.first) & set(mine)
+    assert highest(scores, int(wide * len(reusable_columns))) == set(method.first) & set(reusable_columns)
 
 
 @pytest.mark.parametrize("family", ["llama", "phi3"])
@@ -151,29 +151,29 @@ def test_what_goes_on_has_moved_and_is_asked_for(family, store):
     fill(store, model, method=tune())
     ask(model, store, PROMPT, method)
     plain, at = eager(family), NARROW_AT
-    seen = expected(plain, method.first, method.first, LAYERS, output_attentions=True)
+    output = expected(plain, method.first, method.first, LAYERS, output_attentions=True)
     kv = stored_kv(plain, [(place, PASSAGES[n]) for n, place in PLACES.items()], COLUMNS)[at]
-    computed = seen.past_key_values.all()[at]
-    moved = sum(
+    layer_kv = output.past_key_values.all()[at]
+    deviation = sum(
         (new - old).square().sum((0, 1, 3)) / old.square().sum((0, 1, 3)).clamp_min(1e-30)
-        for new, old in zip(computed, kv, strict=True)
+        for new, old in zip(layer_kv, kv, strict=True)
     ).sqrt()
-    attention = sum(weights[0, :, -len(QUESTION) :].mean((0, 1)) for weights in seen.attentions[: at + 1])
-    mine = reusable()
+    attention = sum(weights[0, :, -len(QUESTION) :].mean((0, 1)) for weights in output.attentions[: at + 1])
+    is_reusable = reusable()
     torch.testing.assert_close(torch.from_numpy(method.attention[0]), attention.float())
-    scores = moved * (attention / attention[torch.from_numpy(mine)].mean() + 1)
-    among = [column for column in method.first if mine[column]]
+    scores = deviation * (attention / attention[torch.from_numpy(is_reusable)].mean() + 1)
+    among = [column for column in method.first if is_reusable[column]]
     _, few = share_of(LAYERS)
-    found = highest({column: float(scores[column]) for column in among}, int(few * mine.sum()))
-    assert found == set(method.chosen) & set(np.flatnonzero(mine))
+    expected_columns = highest({column: float(scores[column]) for column in among}, int(few * is_reusable.sum()))
+    assert expected_columns == set(method.chosen) & set(np.flatnonzero(is_reusable))
 
 
 def test_attention_by_hand():
     generator = torch.Generator().manual_seed(0)
     query, keys = torch.randn(2, 4, 5, 8, generator=generator), torch.randn(2, 2, 9, 8, generator=generator)
     mask = torch.rand(2, 1, 5, 9, generator=generator) > 0.3
-    asked = (3, 1)
-    asking = ProbeAttentionSum(asked)
+    question_lengths = (3, 1)
+    asking = ProbeAttentionSum(question_lengths)
     asking.note(AttentionCall(query, keys, keys, mask, None))
     additive = torch.zeros(1, 1, 5, 9).masked_fill(~mask[:1], -torch.inf)
     asking.note(AttentionCall(query, keys, keys, additive, 0.5))
@@ -181,10 +181,10 @@ def test_attention_by_hand():
     for scaling, masks in ((8**-0.5, mask), (0.5, mask[:1].expand(2, -1, -1, -1))):
         for row in range(2):
             for head in range(4):
-                last = slice(-asked[row], None)
+                last = slice(-question_lengths[row], None)
                 logits = query[row, head, last] @ keys[row, head // 2].T * scaling
                 weights = logits.masked_fill(~masks[row, 0, last], -torch.inf).softmax(-1)
-                total[row] += weights.sum(0).numpy() / (4 * asked[row])
+                total[row] += weights.sum(0).numpy() / (4 * question_lengths[row])
     np.testing.assert_allclose(asking.result(), total, rtol=1e-5)
     nobody = ProbeAttentionSum((0, 1))
     nobody.note(AttentionCall(query, keys, keys, None, None))
@@ -206,23 +206,23 @@ def test_the_question_may_be_named(store):
     """It is a part of a longer text after the passages."""
     model = build("qwen2")
     fill(store, model, method=tune())
-    found = []
+    attentions = []
     for question in (32, 5, len(QUESTION)):
         method = Noting(0.3, question=question)
         ask(model, store, PROMPT, method)
-        found.append(method.attention)
-    np.testing.assert_array_equal(found[0][0], found[2][0])
-    assert np.abs(found[0][0] - found[1][0]).max() > 1e-4
+        attentions.append(method.attention)
+    np.testing.assert_array_equal(attentions[0][0], attentions[2][0])
+    assert np.abs(attentions[0][0] - attentions[1][0]).max() > 1e-4
 
 
 def test_without_a_view_of_queries_nobody_is_asked(store):
     """With eager attention, tokens are selected by their deviation in the next layer."""
     model, method = eager("qwen2"), Noting(0.3, widen=3)
     fill(store, model, method=tune())
-    ours, _ = ask(model, store, PROMPT, method)
+    logits, _ = ask(model, store, PROMPT, method)
     assert method.attention is None
-    theirs = expected(model, method.first, method.chosen, NARROW_AT).logits
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4 * float(theirs.abs().max()))
+    reference = expected(model, method.first, method.chosen, NARROW_AT).logits
+    torch.testing.assert_close(logits, reference, rtol=0, atol=1e-4 * float(reference.abs().max()))
 
 
 # --- baselines, settings
@@ -257,11 +257,11 @@ def test_the_paper_is_one_name_away(store):
     model = build("qwen2")
     method = CacheTune.paper(0.25)
     fill(store, model, method=method)
-    ours, cache = ask(model, store, PROMPT, method)
+    logits, cache = ask(model, store, PROMPT, method)
     assert method.ranking == "low_frequency" and not method.narrowing(24)
     assert cache.stats.tokens_recomputed == 0
     plain = tune(0.25, ranking="low_frequency", widen=1)
-    assert torch.equal(ours, ask(model, store, PROMPT, plain)[0])
+    assert torch.equal(logits, ask(model, store, PROMPT, plain)[0])
 
 
 @pytest.mark.parametrize("mean", [0.02, 0.15, 0.3, 0.6, 0.95, 1.0])

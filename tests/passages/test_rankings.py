@@ -25,14 +25,14 @@ def test_energy_at_low_frequencies_by_hand():
     tensor = torch.randn(2, 10, 3, generator=generator)
     frequencies = torch.arange(6)  # of 10 tokens; 2 pi k n / 10
     angle = 2 * torch.pi * torch.arange(10).unsqueeze(1) * frequencies / 10
-    kept = torch.zeros_like(tensor)
+    low_pass = torch.zeros_like(tensor)
     for k in range(3):  # half of six
         basis = torch.stack([angle[:, k].cos(), angle[:, k].sin()])  # [2, tokens]
         for wave in basis:
             if wave.abs().max() > 1e-6:
                 weight = torch.einsum("htd,t->hd", tensor, wave) / wave.square().sum()
-                kept += torch.einsum("hd,t->htd", weight, wave)
-    torch.testing.assert_close(low_frequency_energy(tensor, 0.5), kept.square().sum((0, 2)).sqrt())
+                low_pass += torch.einsum("hd,t->htd", weight, wave)
+    torch.testing.assert_close(low_frequency_energy(tensor, 0.5), low_pass.square().sum((0, 2)).sqrt())
     torch.testing.assert_close(low_frequency_energy(tensor, 1.0), tensor.square().sum((0, 2)).sqrt())
 
 
@@ -55,12 +55,12 @@ def test_ranked_by_how_far_the_text_of_the_lead_moves_them(lead, store):
     without = [PASSAGES[0][None]] if lead == 0 else [join(BOS, PASSAGES[0])]
     alone, behind = kv_of(model, *without), kv_of(model, join(BOS, text, PASSAGES[0]))
     scores = torch.zeros(len(PASSAGES[0]))
-    for (_, mine), (_, other) in zip(alone, behind, strict=True):  # values: keys are rotated here
-        a, b = mine[0, :, -len(PASSAGES[0]) :], other[0, :, -len(PASSAGES[0]) :]
+    for (_, values), (_, other_values) in zip(alone, behind, strict=True):  # values: keys are rotated here
+        a, b = values[0, :, -len(PASSAGES[0]) :], other_values[0, :, -len(PASSAGES[0]) :]
         scores += ((a - b).square().sum((0, 2)) / a.square().sum((0, 2))).sqrt()
     most = np.argsort(-scores_in(store, "context")[len(PASSAGES[0])])[:24]
-    ours, theirs = set(most.tolist()), set(scores.topk(24).indices.tolist())
-    assert len(ours & theirs) >= 16  # values alone say nearly the same
+    ranked_tokens, expected_tokens = set(most.tolist()), set(scores.topk(24).indices.tolist())
+    assert len(ranked_tokens & expected_tokens) >= 16  # values alone say nearly the same
     assert len(store.segments()) == 2  # what was only looked at is not stored
 
 
@@ -74,19 +74,19 @@ def test_passages_that_stay_where_they_were_computed_are_not_ranked(store):
 def test_passages_share_what_is_computed_where_their_scores_compare(share, store):
     model, method = build("qwen2"), tune(share, widen=1)
     fill(store, model, method=method)
-    ours, cache = ask(model, store, PROMPT, method)
+    logits, cache = ask(model, store, PROMPT, method)
     scores = {n: scores_in(store, "context")[len(PASSAGES[n])] for n in PLACES}
-    every = sorted(((-score, n, i) for n, some in scores.items() for i, score in enumerate(some)))
-    chosen = {(n, i) for _, n, i in every[: int(share * len(every))]}
+    ranked = sorted(((-score, n, i) for n, passage_scores in scores.items() for i, score in enumerate(passage_scores)))
+    chosen_tokens = {(n, i) for _, n, i in ranked[: int(share * len(ranked))]}
     if share == 0.15:  # other than a share of each
-        assert any(sum(n == m for m, _ in chosen) != int(share * len(PASSAGES[n])) for n in PLACES)
+        assert any(sum(n == m for m, _ in chosen_tokens) != int(share * len(PASSAGES[n])) for n in PLACES)
     reused = [
-        (start, PASSAGES[n], [i for i in range(len(PASSAGES[n])) if (n, i) not in chosen])
+        (start, PASSAGES[n], [i for i in range(len(PASSAGES[n])) if (n, i) not in chosen_tokens])
         for n, start in PLACES.items()
     ]
-    theirs = expected(model, PROMPT, [(start, tokens, which) for start, tokens, which in reused if which])
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4 * float(theirs.abs().max()))
-    assert cache.stats.tokens_restored == len(every) - len(chosen)
+    reference = expected(model, PROMPT, [(start, tokens, indexes) for start, tokens, indexes in reused if indexes])
+    torch.testing.assert_close(logits, reference, rtol=0, atol=1e-4 * float(reference.abs().max()))
+    assert cache.stats.tokens_restored == len(ranked) - len(chosen_tokens)
 
 
 # --- what is kept with a passage
@@ -147,7 +147,7 @@ def test_what_is_stored_once_is_found_by_every_method(stored_by, store, tmp_path
     fill(store, model, method=stored_by)
     ranked = {"", stored_by.ranked_by}
     for way in WAYS:
-        ours, cache = ask(model, store, PROMPT, way)
+        logits, cache = ask(model, store, PROMPT, way)
         assert sum(passage.tokens_found for passage in cache.stats.passages) == tokens
         assert cache.stats.reason == ("" if way.ranked_by in ranked else unranked(way.ranked_by))
         ranked.add(way.ranked_by)
@@ -155,13 +155,13 @@ def test_what_is_stored_once_is_found_by_every_method(stored_by, store, tmp_path
             assert fill(store, model, method=way).stored == 0
         elif way.ranked_by:
             assert store.rank(way, progress=False) == len(PASSAGES)
-        ours, cache = ask(model, store, PROMPT, way)
+        logits, cache = ask(model, store, PROMPT, way)
         assert cache.stats.reason == ""
         with KVStore(tmp_path / "own", engine="posix") as own:
             fill(own, model, method=way)
-            theirs, _ = ask(model, own, PROMPT, way)
+            reference, _ = ask(model, own, PROMPT, way)
             own.clear(disk=True)
-        assert torch.equal(ours, theirs)
+        assert torch.equal(logits, reference)
     assert len(store.segments()) == len(PASSAGES)
 
 
@@ -189,10 +189,10 @@ def test_rankings_that_cannot_be_made_are_refused(store):
         store.rank(epic(), progress=False)
     with pytest.raises(ConfigError, match="prefixes only"):
         store.rank("exact", progress=False)
-    (one, *_) = store.segments()
-    assert store.rank(replace(LOW, ranking="random"), ids=[one.id], progress=False) == 1
+    (row, *_) = store.segments()
+    assert store.rank(replace(LOW, ranking="random"), ids=[row.id], progress=False) == 1
     ranked = {tokens for tokens, scores in scores_in(store, "random").items() if scores is not None}
-    assert ranked == {one.tokens}
+    assert ranked == {row.tokens}
 
 
 @pytest.mark.parametrize("options", [{}, {"key": b"k" * 32}, {"codec": "int8"}], ids=["plain", "key", "codec"])
@@ -202,10 +202,10 @@ def test_rankings_go_with_their_segment(options, tmp_path):
         fill(store, model, method=LOW)
         store.rank(way, progress=False)
         before, _ = ask(model, store, PROMPT, way)
-        kept = {row.tokens: store._storage.disk.path(f"{row.id}.rankings") for row in store.segments()}
+        ranking_paths = {row.tokens: store._storage.disk.path(f"{row.id}.rankings") for row in store.segments()}
         assert store.verify().ok
         assert store.relayout(Geometry(32, 3), progress=False) == len(PASSAGES)
-        assert not any(path.exists() for path in kept.values())
+        assert not any(path.exists() for path in ranking_paths.values())
     with KVStore(tmp_path, engine="posix", **options) as store:
         after, cache = ask(model, store, PROMPT, way)
         assert torch.equal(before, after) and cache.stats.reason == ""
@@ -235,11 +235,11 @@ def test_a_damaged_ranking_is_said_and_made_anew(tmp_path):
 
 def test_a_ranking_that_another_process_renews_is_seen(tmp_path):
     model, method = build("qwen2"), replace(LOW, ranking="random")
-    with KVStore(tmp_path, engine="posix") as store, KVStore(tmp_path, engine="posix") as other:
+    with KVStore(tmp_path, engine="posix") as store, KVStore(tmp_path, engine="posix") as other_store:
         fill(store, model, method=LOW)
-        assert ask(model, other, PROMPT, method)[1].stats.reason == unranked("random")
+        assert ask(model, other_store, PROMPT, method)[1].stats.reason == unranked("random")
         store.rank(method, progress=False)
-        assert ask(model, other, PROMPT, method)[1].stats.reason == ""
+        assert ask(model, other_store, PROMPT, method)[1].stats.reason == ""
 
 
 def scores_in(store, ranking):

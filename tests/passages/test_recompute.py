@@ -14,22 +14,22 @@ slopes = st.floats(0.01, 100)
 
 @given(least=ratios, warm=st.floats(0, 1.2), falling=slopes, rising=slopes)
 def test_v_shaped(least, warm, falling, rising):
-    asked = []
+    tried_ratios = []
 
     def seconds(ratio):
-        asked.append(ratio)
+        tried_ratios.append(ratio)
         return (least - ratio) * falling if ratio < least else (ratio - least) * rising
 
-    found = fastest_ratio(seconds, warm)
-    assert abs(found - least) <= 0.01
-    assert len(asked) == len(set(asked)) <= 14
-    assert all(LOWEST <= ratio <= 1 for ratio in asked)
+    fastest = fastest_ratio(seconds, warm)
+    assert abs(fastest - least) <= 0.01
+    assert len(tried_ratios) == len(set(tried_ratios)) <= 14
+    assert all(LOWEST <= ratio <= 1 for ratio in tried_ratios)
 
 
 @given(least=ratios, warm=ratios, power=st.integers(2, 4))
 def test_smooth(least, warm, power):
-    found = fastest_ratio(lambda ratio: abs(ratio - least) ** power, warm)
-    assert abs(found - least) <= 0.01
+    fastest = fastest_ratio(lambda ratio: abs(ratio - least) ** power, warm)
+    assert abs(fastest - least) <= 0.01
 
 
 @given(warm=ratios)
