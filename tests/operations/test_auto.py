@@ -49,19 +49,19 @@ def pretend(monkeypatch, slow=1.0, restore=1e-4):
     real = module._seconds
 
     def seconds(action, device):
-        used = inspect.getclosurevars(action).nonlocals
-        cache = used.get("cache")
+        variables = inspect.getclosurevars(action).nonlocals
+        cache = variables.get("cache")
         before = 0 if cache is None else cache.get_seq_length()
         real(action, device)
         if cache is None:  # the suffix
             return slow * (FIXED + 32 * TOKEN)
         first, stop = before, cache.get_seq_length()
-        if hasattr(cache, "stats") and (restored := cache.stats.tokens_restored):
-            cache.stats.details.io_seconds = restore * restored
-            first, before = restored, restored
-        computed = stop - first
-        pairs = computed * before + computed**2 / 2
-        took = FIXED + computed * TOKEN * (1.05 if computed < 512 else 1) + pairs * PAIR
+        if hasattr(cache, "stats") and (tokens_restored := cache.stats.tokens_restored):
+            cache.stats.details.io_seconds = restore * tokens_restored
+            first, before = tokens_restored, tokens_restored
+        tokens_computed = stop - first
+        pairs = tokens_computed * before + tokens_computed**2 / 2
+        took = FIXED + tokens_computed * TOKEN * (1.05 if tokens_computed < 512 else 1) + pairs * PAIR
         return slow * took + (restore * before if cache is not None and hasattr(cache, "stats") else 0)
 
     monkeypatch.setattr(module, "_seconds", seconds)
@@ -85,7 +85,7 @@ def test_a_slow_model_is_measured_with_short_prefixes_only(root, monkeypatch, sl
     model, calls = build("qwen2"), []
     pretend(monkeypatch, slow)
     real = module.keep_prefix_costs
-    monkeypatch.setattr(module, "keep_prefix_costs", lambda *given: calls.append(given[-1]) or real(*given))
+    monkeypatch.setattr(module, "keep_prefix_costs", lambda *args: calls.append(args[-1]) or real(*args))
     with KVStore(root, engine="posix") as store:
         TieredCache(model, store, method="auto", progress=False)
     assert [costs.tokens for costs in calls[0]] == lengths
@@ -95,9 +95,9 @@ def test_a_slow_model_is_measured_with_short_prefixes_only(root, monkeypatch, sl
 def run(model, store, ids, **options):
     cache = TieredCache(model, store, method="auto", progress=False, **options)
     with torch.no_grad():
-        found = model(input_ids=ids, past_key_values=cache, logits_to_keep=1).logits
+        logits = model(input_ids=ids, past_key_values=cache, logits_to_keep=1).logits
         expected = model(input_ids=ids, past_key_values=DynamicCache(), logits_to_keep=1).logits
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
     return cache.stats
 
 
@@ -131,7 +131,7 @@ def test_the_first_cache_measures_and_later_ones_do_not(root, monkeypatch):
     model, calls = build("qwen2"), []
     calibrate = module.calibrate_prefix
     monkeypatch.setattr(
-        module, "calibrate_prefix", lambda *given, **more: calls.append(more["tokens"]) or calibrate(*given, **more)
+        module, "calibrate_prefix", lambda *args, **more: calls.append(more["tokens"]) or calibrate(*args, **more)
     )
     with KVStore(root, engine="posix") as store:
         run(model, store, prompt(64))
@@ -172,12 +172,12 @@ def fail_to_write_calibrations(monkeypatch, root):
 
 
 def fail_to_read_calibrations(monkeypatch, root):
-    read = StoreRoot.read
+    real_read = StoreRoot.read
 
     def fail(files, kind, name):
         if kind is CALIBRATIONS:
             raise OSError(errno.EIO, "Input/output error", name)
-        return read(files, kind, name)
+        return real_read(files, kind, name)
 
     (root / "calibrations.json").write_bytes(b"{}")
     monkeypatch.setattr(StoreRoot, "read", fail)
@@ -239,9 +239,9 @@ def test_a_store_that_cannot_be_written_restores_all(root):
 
 
 @pytest.mark.parametrize(
-    ("load", "restored", "recomputed"), [(1e-6, 320, False), (1e-3, 320, True), (1.0, 0, False)], ids=str
+    ("load", "tokens_restored", "recomputed"), [(1e-6, 320, False), (1e-3, 320, True), (1.0, 0, False)], ids=str
 )
-def test_prompts_follow_what_was_measured(root, load, restored, recomputed):
+def test_prompts_follow_what_was_measured(root, load, tokens_restored, recomputed):
     """A fast disk restores everything, a medium one recomputes a part, a slow one restores nothing."""
     model = build("qwen2")
     with KVStore(root, engine="posix") as store:
@@ -250,9 +250,9 @@ def test_prompts_follow_what_was_measured(root, load, restored, recomputed):
         run(model, store, prompt(320))
     with KVStore(root, engine="posix") as store:
         stats = run(model, store, prompt(340))
-    assert stats.tokens_restored == restored
+    assert stats.tokens_restored == tokens_restored
     assert (stats.tokens_recomputed > 0) == recomputed
-    assert stats.reason == (reasons.SLOWER if not restored else "")
+    assert stats.reason == (reasons.SLOWER if not tokens_restored else "")
 
 
 def test_prompts_correct_what_was_measured(root):

@@ -28,8 +28,8 @@ def pretend(monkeypatch, seconds):
 
     def measured(action, device):
         real(action, device)
-        used = inspect.getclosurevars(action).nonlocals
-        return seconds(used["cache"].stats.tokens_computed) if "cache" in used else 1e-3
+        variables = inspect.getclosurevars(action).nonlocals
+        return seconds(variables["cache"].stats.tokens_computed) if "cache" in variables else 1e-3
 
     monkeypatch.setattr(module, "_seconds", measured)
 
@@ -37,38 +37,38 @@ def pretend(monkeypatch, seconds):
 def test_the_fastest_ratio_is_kept_and_taken(store, monkeypatch):
     model = build("qwen2")
     # of 128 tokens of passages and 8 behind them, 64 computed ones are best
-    pretend(monkeypatch, lambda computed: 1 + abs(computed - 8 - 64))
-    found = store.calibrate(model, **SMALL)
-    assert found.ratio == pytest.approx(0.5, abs=0.02)
-    assert found.seconds[1.0] == 65
+    pretend(monkeypatch, lambda computed_tokens: 1 + abs(computed_tokens - 8 - 64))
+    calibration = store.calibrate(model, **SMALL)
+    assert calibration.ratio == pytest.approx(0.5, abs=0.02)
+    assert calibration.seconds[1.0] == 65
     assert store.segments() == []  # nothing is left of it
     fill(store, model)
     _, cache = ask(model, store, PROMPT, CacheTune(recompute="auto"))
-    assert cache.method.recompute == found.ratio
-    _, fixed = ask(model, store, PROMPT, CacheTune(recompute=found.ratio))
+    assert cache.method.recompute == calibration.ratio
+    _, fixed = ask(model, store, PROMPT, CacheTune(recompute=calibration.ratio))
     assert cache.stats.tokens_computed == fixed.stats.tokens_computed
     assert calibrated_ratio(storage_of(store), "another", torch.device("cpu"), 136) is None
 
 
 def test_where_loading_is_too_slow_all_is_computed(store, monkeypatch):
-    pretend(monkeypatch, lambda computed: 200 - computed)
+    pretend(monkeypatch, lambda computed_tokens: 200 - computed_tokens)
     assert store.calibrate(build("qwen2"), **SMALL).ratio == 1.0
 
 
 def test_where_loading_costs_nothing_the_lowest_ratio_is_taken(store, monkeypatch):
-    pretend(monkeypatch, lambda computed: 1 + computed)
+    pretend(monkeypatch, lambda computed_tokens: 1 + computed_tokens)
     assert store.calibrate(build("qwen2"), **SMALL).ratio == pytest.approx(LOWEST, abs=0.01)
 
 
 def test_prompts_between_two_lengths_take_what_lies_between(store, monkeypatch):
     model = build("qwen2")
-    pretend(monkeypatch, lambda computed: 1 + abs(computed - 8 - 64))
+    pretend(monkeypatch, lambda computed_tokens: 1 + abs(computed_tokens - 8 - 64))
     for _ in range(2):  # the second time in place of the first
         short = store.calibrate(model, **SMALL).ratio
-    pretend(monkeypatch, lambda computed: 1 + computed)
+    pretend(monkeypatch, lambda computed_tokens: 1 + computed_tokens)
     long = store.calibrate(model, **SMALL | {"passages": 4}).ratio
-    (kept,) = json.loads((store.path / "calibrations.json").read_text()).values()
-    assert [one["tokens"] for one in kept] == [136, 264]
+    (records,) = json.loads((store.path / "calibrations.json").read_text()).values()
+    assert [record["tokens"] for record in records] == [136, 264]
     assert long == LOWEST < short
     fill(store, model)
     _, cache = ask(model, store, PROMPT[:, -200:], CacheTune(recompute="auto"))
@@ -80,24 +80,24 @@ def test_prompts_between_two_lengths_take_what_lies_between(store, monkeypatch):
 
 def test_what_was_measured_from_memory_is_not_mixed_with_the_disk(store, monkeypatch):
     model = build("qwen2")
-    pretend(monkeypatch, lambda computed: 1 + abs(computed - 72))
+    pretend(monkeypatch, lambda computed_tokens: 1 + abs(computed_tokens - 72))
     store.calibrate(model, **SMALL)
     store.calibrate(model, **SMALL | {"passages": 4}, cold=False)
-    (kept,) = json.loads((store.path / "calibrations.json").read_text()).values()
-    assert [one["cold"] for one in kept] == [False]
+    (records,) = json.loads((store.path / "calibrations.json").read_text()).values()
+    assert [record["cold"] for record in records] == [False]
 
 
 def test_the_lowest_ratio_wins_unless_another_is_faster_side_by_side(store, monkeypatch):
     """A single fast measurement does not decide."""
-    seen = []
+    token_counts = []
 
-    def lucky(computed):
-        seen.append(computed)
-        return 1e-3 if 66 < computed < 70 and seen.count(computed) == 1 else 1 + computed
+    def lucky(computed_tokens):
+        token_counts.append(computed_tokens)
+        return 1e-3 if 66 < computed_tokens < 70 and token_counts.count(computed_tokens) == 1 else 1 + computed_tokens
 
     pretend(monkeypatch, lucky)
     assert store.calibrate(build("qwen2"), **SMALL).ratio == LOWEST
-    assert seen.count(68) >= 4  # it was met in the search, and three times more against the lowest
+    assert token_counts.count(68) >= 4  # it was met in the search, and three times more against the lowest
 
 
 def test_without_calibration_it_says_so(store, caplog):
@@ -111,7 +111,7 @@ def test_without_calibration_it_says_so(store, caplog):
 
 def test_what_is_kept_outlives_the_store_and_damage(store, monkeypatch, tmp_path):
     model = build("qwen2")
-    pretend(monkeypatch, lambda computed: 1 + abs(computed - 72))
+    pretend(monkeypatch, lambda computed_tokens: 1 + abs(computed_tokens - 72))
     ratio = store.calibrate(model, **SMALL).ratio
     store.close()
     path = tmp_path / "store" / "calibrations.json"
@@ -121,16 +121,16 @@ def test_what_is_kept_outlives_the_store_and_damage(store, monkeypatch, tmp_path
         fingerprint = name.split()[0]
         assert calibrated_ratio(storage_of(again), fingerprint, torch.device("cpu"), 136) == ratio
         records = ({"ratio": 0.5}, *({"tokens": 136, "ratio": ratio, "cold": True} for ratio in ("x", None, -3, 2)))
-        for damaged in ("{", "[]", "7", *(json.dumps({name: found}) for found in (3, *([one] for one in records)))):
+        for damaged in ("{", "[]", "7", *(json.dumps({name: value}) for value in (3, *([row] for row in records)))):
             path.write_text(damaged)
             assert calibrated_ratio(storage_of(again), fingerprint, torch.device("cpu"), 136) is None
 
 
 def test_a_real_measurement(store):
-    found = store.calibrate(build("qwen2"), **SMALL)
-    assert LOWEST <= found.ratio <= 1
-    assert all(seconds > 0 for seconds in found.seconds.values())
-    assert {found.ratio, 1.0} <= found.seconds.keys()  # it was measured, and full recompute too
+    calibration = store.calibrate(build("qwen2"), **SMALL)
+    assert LOWEST <= calibration.ratio <= 1
+    assert all(seconds > 0 for seconds in calibration.seconds.values())
+    assert {calibration.ratio, 1.0} <= calibration.seconds.keys()  # it was measured, and full recompute too
 
 
 def test_more_than_the_model_has_positions_for(store):

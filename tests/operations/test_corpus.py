@@ -124,13 +124,13 @@ class Faulty(MemoryBackend):
         self._fail("find", name)
         return super().find_object(name)
 
-    def get_object(self, name, *rest):
+    def get_object(self, name, *args):
         self._fail("get", name)
-        return super().get_object(name, *rest)
+        return super().get_object(name, *args)
 
-    def put_object(self, name, *rest, **options):
+    def put_object(self, name, *args, **options):
         self._fail("put", name)
-        return super().put_object(name, *rest, **options)
+        return super().put_object(name, *args, **options)
 
 
 @pytest.mark.parametrize("failing", [("find",), ("get",), ("put",), ("get", "put"), ("find", "get", "put")])
@@ -174,8 +174,8 @@ def test_gc_evicts_nothing_in_place_of_replaced_passages(root, model, monkeypatc
         with monkeypatch.context() as killed:
             killed.setattr(contents, "_delete_replaced", lambda storage, records: [])
             fill(store, model, [PASSAGES[1]], ["report"])
-        used = storage_of(store).disk.used_bytes()
-    with KVStore(root, disk_quota=used - 1) as store:
+        used_bytes = storage_of(store).disk.used_bytes()
+    with KVStore(root, disk_quota=used_bytes - 1) as store:
         report = store.gc(dry_run=True)
         assert (report.evicted, list(report.deleted.values())) == (0, ["its document was replaced"])
         assert store.gc().as_dict() == report.as_dict()
@@ -199,33 +199,33 @@ def test_a_model_that_cannot_be_identified_has_no_document(root, store, model):
     assert report.stored == 0 and store.documents() == before
 
 
-@pytest.mark.parametrize("where", ["documents", "calibrations"])
-def test_a_file_of_another_program_in_place_of_a_record_is_said_in_one_sentence(root, model, where):
-    method = EPIC if where == "documents" else "epic"  # with a lead text, which the store keeps
+@pytest.mark.parametrize("kind", ["documents", "calibrations"])
+def test_a_file_of_another_program_in_place_of_a_record_is_said_in_one_sentence(root, model, kind):
+    method = EPIC if kind == "documents" else "epic"  # with a lead text, which the store keeps
     with KVStore(root) as store:
         fill(store, model, PASSAGES[:1], ["report"])
         (record,) = (root / "documents").glob("*.json")
-        path = record if where == "documents" else root / "calibrations.json"
+        path = record if kind == "documents" else root / "calibrations.json"
         path.write_text("mine")
-        said = "labels cannot be saved" if where == "documents" else "is damaged, or of another program"
-        with pytest.raises(StoreError, match=said):
+        message = "labels cannot be saved" if kind == "documents" else "is damaged, or of another program"
+        with pytest.raises(StoreError, match=message):
             fill(store, model, PASSAGES[1:2], ["report"], method)
     assert path.read_text() == "mine"
 
 
 def test_another_model_has_a_document_of_its_own(store, model):
-    other = build("llama")
+    other_model = build("llama")
     fill(store, model, [PASSAGES[0]], ["report"])
-    fill(store, other, [PASSAGES[0]], ["report"])
+    fill(store, other_model, [PASSAGES[0]], ["report"])
     assert [info.model["class"] for info in store.documents("report")].count("LlamaForCausalLM") == 1
-    assert fill(store, other, [PASSAGES[1]], ["report"]).removed == 1
+    assert fill(store, other_model, [PASSAGES[1]], ["report"]).removed == 1
     assert found(store, model, PASSAGES[0]) == 96
     assert store.remove_document("report") == 2 and store.documents() == []
 
 
 def test_labels_that_can_be_none_are_refused(store, model):
-    for labels, said in ((["a"], "one for each"), (["a", ""], "1 to 1000 characters"), ("ab", "one for each")):
-        with pytest.raises(ConfigError, match=said):
+    for labels, message in ((["a"], "one for each"), (["a", ""], "1 to 1000 characters"), ("ab", "one for each")):
+        with pytest.raises(ConfigError, match=message):
             fill(store, model, PASSAGES[:2], labels)
     with pytest.raises(ConfigError, match="Unicode"):
         fill(store, model, PASSAGES[:1], ["\ud800"])
@@ -296,8 +296,8 @@ def test_what_another_process_deletes_meanwhile_is_stored_again(root, store, mod
     fill(store, model, [PASSAGES[0]], ["a"])
 
     def late(storage, entries, incomplete):
-        with KVStore(root, engine="posix") as other:
-            other.remove_document("a")
+        with KVStore(root, engine="posix") as other_store:
+            other_store.remove_document("a")
         return contents.enter_documents(storage, entries, incomplete)
 
     monkeypatch.setattr(passages, "enter_documents", late)
@@ -382,8 +382,8 @@ kill_at_steps(Path(sys.argv[1]), replace, int(sys.argv[2]), int(sys.argv[3]))  #
 def stores_killed(tmp_path, code, draws, end):
     """Return the store that `code` has changed completely, and those changed in part, with folders, verified."""
     command = [sys.executable, "-c", code, str(tmp_path), str(draws), str(end)]
-    done = processes.run(command, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr
+    process = processes.run(command, capture_output=True, text=True, timeout=280)
+    assert process.returncode == 0, process.stderr
     for folder in [*tmp_path.glob("killed-*"), tmp_path / "whole"]:
         with KVStore(folder, engine="posix") as store:
             assert store.verify().ok
@@ -393,12 +393,12 @@ def stores_killed(tmp_path, code, draws, end):
 def test_kill_9_while_a_document_is_replaced_leaves_the_old_one_or_the_new_one(model, tmp_path):
     with KVStore(tmp_path / "first", engine="posix") as store:
         fill(store, model, [PASSAGES[0], PASSAGES[1], PASSAGES[2]], ["report", "report", "other"])
-    seen = set()
+    token_counts = set()
     for folder, store in stores_killed(tmp_path, KILLED, *amount((4, 12), (10, 30))):
-        report, other = store.documents("report")[0], store.documents("other")[0]
-        assert report.evicted == other.evicted == 0 and report.tokens == report.tokens_there
+        report, other_document = store.documents("report")[0], store.documents("other")[0]
+        assert report.evicted == other_document.evicted == 0 and report.tokens == report.tokens_there
         assert report.tokens in (160, 240)
-        seen.add(report.tokens)
+        token_counts.add(report.tokens)
         texts = PASSAGES[:2] if report.tokens == 160 else [PASSAGES[1], *NEW]
         assert [found(store, model, text) for text in texts] == list(map(len, texts))
         store.gc()
@@ -407,7 +407,7 @@ def test_kill_9_while_a_document_is_replaced_leaves_the_old_one_or_the_new_one(m
         assert fill(store, model, [PASSAGES[1], *NEW], ["report"] * 3).restored >= 64
         assert lengths(store) == [48, 64, 112, 128]
         assert {path.suffix for path in (folder / "documents").iterdir()} == {".json"}
-    assert seen == {160, 240}
+    assert token_counts == {160, 240}
 
 
 REMOVED = KILLED.replace('fill(store, model, [PASSAGES[1], *NEW], ["report"] * 3)', 'store.remove_document("report")')
@@ -417,19 +417,19 @@ def test_kill_9_while_a_document_is_removed_loses_nothing_else_and_it_can_be_rem
     assert REMOVED != KILLED
     with KVStore(tmp_path / "first", engine="posix") as store:
         fill(store, model, [PASSAGES[0], PASSAGES[1], PASSAGES[1], PASSAGES[2]], ["report", "report", "other", "other"])
-    left = set()
+    outcomes = set()
     for folder, store in stores_killed(tmp_path, REMOVED, *amount((4, 8), (8, 16))):
-        (other,) = store.documents("other")
-        assert other.evicted == 0 and other.tokens == other.tokens_there
+        (other_document,) = store.documents("other")
+        assert other_document.evicted == 0 and other_document.tokens == other_document.tokens_there
         assert [found(store, model, text) for text in PASSAGES[1:3]] == list(map(len, PASSAGES[1:3]))
-        left.add((bool(store.documents("report")), found(store, model, PASSAGES[0])))
+        outcomes.add((bool(store.documents("report")), found(store, model, PASSAGES[0])))
         if store.documents("report"):
             store.remove_document("report")
         store.gc()
         assert not store.documents("report")
         assert lengths(store) == sorted(len(text) // 16 * 16 for text in PASSAGES[1:3])
         assert {path.suffix for path in (folder / "documents").iterdir()} == {".json"}
-    assert {(True, len(PASSAGES[0])), (False, 0)} <= left <= {(True, len(PASSAGES[0])), (True, 0), (False, 0)}
+    assert {(True, len(PASSAGES[0])), (False, 0)} <= outcomes <= {(True, len(PASSAGES[0])), (True, 0), (False, 0)}
 
 
 # --- batches
@@ -444,17 +444,17 @@ def test_kill_9_while_a_document_is_removed_loses_nothing_else_and_it_can_be_rem
 def test_batched_passages_have_the_kv_that_they_have_alone(family, dtype, tmp_path):
     model = build(family).to(dtype)
     texts = [prompt(tokens, seed=seed)[0] for seed, tokens in enumerate((64, 70, 64, 16, 79, 30, 17, 96), start=1)]
-    kept = []
+    stored_blocks = []
     for batch_tokens in (1, 150, 4096):
         with KVStore(tmp_path / str(batch_tokens), engine="posix") as store:
             report = fill(store, model, texts, None, batch_tokens=batch_tokens)
             assert (report.prompts, report.stored) == (8, 4 * 64 + 3 * 16 + 96)
             disk = storage_of(store).disk
             readers = {row.chain: disk.reader(row.id) for row in store.segments()}
-            kept.append({chain: _blocks(reader) for chain, reader in readers.items()})
-    for chain, blocks in kept[0].items():
-        for other in kept[1:]:
-            assert all(torch.equal(mine, theirs) for mine, theirs in zip(blocks, other[chain], strict=True))
+            stored_blocks.append({chain: _blocks(reader) for chain, reader in readers.items()})
+    for chain, blocks in stored_blocks[0].items():
+        for other_blocks in stored_blocks[1:]:
+            assert all(torch.equal(a, b) for a, b in zip(blocks, other_blocks[chain], strict=True))
 
 
 def _blocks(reader):
@@ -480,7 +480,7 @@ def test_prompts_find_documents_in_every_kind_of_store(options, root, model):
     with KVStore(root, engine="posix", **options) as store:
         fill(store, model, PASSAGES, list("abcd"), tune())
         _, cache = ask(model, store, PROMPT, tune())
-        assert sum(each.tokens_found for each in cache.stats.passages) == sum(len(PASSAGES[n]) for n in PLACES)
+        assert sum(passage.tokens_found for passage in cache.stats.passages) == sum(len(PASSAGES[n]) for n in PLACES)
         assert cache.stats.reason == ""
-        assert {each.label for each in cache.stats.passages} == {"a", "c", "d"}
+        assert {passage.label for passage in cache.stats.passages} == {"a", "c", "d"}
         assert store.remove_document("c") == 1

@@ -39,31 +39,33 @@ def text():
 
 
 def test_what_is_found_is_what_a_method_loses(model, text, tmp_path):
-    with KVStore(tmp_path / "store") as store, KVStore(tmp_path / "other") as other:
-        found = store.calibrate_quality(model, text, methods=METHODS, budgets=BUDGETS, questions=2, progress=False)
-        assert [(one.method, one.budget) for one in found] == [(name, b) for name in METHODS for b in BUDGETS]
+    with KVStore(tmp_path / "store") as store, KVStore(tmp_path / "other") as second:
+        results = store.calibrate_quality(model, text, methods=METHODS, budgets=BUDGETS, questions=2, progress=False)
+        assert [(result.method, result.budget) for result in results] == [
+            (name, b) for name in METHODS for b in BUDGETS
+        ]
         assert store.segments() == []  # the texts are not stored
-        for one in found:
-            method = replace(make_method(one.method), budget=one.budget)
-            with KVStore(tmp_path / f"{one.method} {one.budget}") as mine:
-                mine.precompute(model, text[:256], method=method, progress=False)
+        for result in results:
+            method = replace(make_method(result.method), budget=result.budget)
+            with KVStore(tmp_path / f"{result.method} {result.budget}") as method_store:
+                method_store.precompute(model, text[:256], method=method, progress=False)
                 losses = []
                 for end in (288, 320):
-                    cache = TieredCache(model, mine, method=method, record=False)
+                    cache = TieredCache(model, method_store, method=method, record=False)
                     with torch.no_grad():
-                        ours, full = (
+                        logits, full = (
                             model(input_ids=text[None, :end], past_key_values=kv, logits_to_keep=1)
                             .logits[0, -1]
                             .log_softmax(-1)
                             for kv in (cache, DynamicCache(config=model.config))
                         )
-                    losses.append(float((full.exp() * (full - ours)).sum()))
-            assert one.losses == pytest.approx(losses, abs=2e-5)
-        by_name = {(one.method, one.budget): one for one in found}
+                    losses.append(float((full.exp() * (full - logits)).sum()))
+            assert result.losses == pytest.approx(losses, abs=2e-5)
+        by_name = {(result.method, result.budget): result for result in results}
         chunks = by_name[METHODS[0], 0.5]
         assert chunks.loss < by_name[METHODS[0], 0.1].loss
         assert chunks.index == pytest.approx((16 + 4) / (2 * 16 * 4), rel=0.01)  # of each key a byte a number, a scale
-        assert other.calibrate_quality(model, text, methods=METHODS[:1], budgets=(0.5,), questions=1, progress=False)
+        assert second.calibrate_quality(model, text, methods=METHODS[:1], budgets=(0.5,), questions=1, progress=False)
 
 
 def test_a_target_takes_the_least_budget_that_keeps_it(model, text, tmp_path, caplog):
@@ -72,12 +74,12 @@ def test_a_target_takes_the_least_budget_that_keeps_it(model, text, tmp_path, ca
         fill(store, model, ids, target)
         _, cache = ask(model, store, question(ids), target)
         assert cache.method.budget == 0.5 and "was not measured for this model" in caplog.text
-        found = store.calibrate_quality(
+        results = store.calibrate_quality(
             model, text, methods=[target], budgets=(0.1, 0.3, 0.6), questions=2, progress=False
         )
-        losses = sorted({one.loss for one in found})
+        losses = sorted({result.loss for result in results})
         for quality in (losses[0], losses[-1] * 8, *(4 * loss for loss in losses)):
-            keeping = [one.budget for one in found if one.keeps(quality)]
+            keeping = [result.budget for result in results if result.keeps(quality)]
             _, cache = ask(model, store, question(ids), replace(target, quality=quality))
             expected = min(keeping, default=1.0)
             assert cache.method.budget == expected
@@ -97,10 +99,10 @@ def test_a_target_that_nothing_keeps_restores_everything(model, text, tmp_path):
     with KVStore(tmp_path) as store:
         fill(store, model, ids, target)
         store.calibrate_quality(model, text, methods=[target], budgets=(0.1,), questions=1, progress=False)
-        ours, cache = ask(model, store, question(ids), target)
+        output, cache = ask(model, store, question(ids), target)
         exact, _ = ask(model, store, question(ids), None)
-        assert torch.equal(ours.sequences, exact.sequences)
-        assert all(torch.equal(a, b) for a, b in zip(ours.logits, exact.logits, strict=True))
+        assert torch.equal(output.sequences, exact.sequences)
+        assert all(torch.equal(a, b) for a, b in zip(output.logits, exact.logits, strict=True))
         layer, (keys, _) = cache.layers[0], kv_of(model, ids)[0]
         assert torch.equal(layer.keys[:, :, :192], keys[:, :, :192])
 
@@ -109,10 +111,10 @@ def test_a_budget_that_is_known_to_lose_much_is_told_once(model, text, tmp_path,
     ids, method = prompt(200), ContiguousKV(0.1, reorder=False)
     with KVStore(tmp_path, policy="attention") as store:
         fill(store, model, ids, method)
-        (found,) = store.calibrate_quality(model, text, methods=[method], budgets=(0.3,), questions=2, progress=False)
+        (result,) = store.calibrate_quality(model, text, methods=[method], budgets=(0.3,), questions=2, progress=False)
         fingerprint = store.segments()[0].fingerprint
         for loss, budget, warns in ((0.05, 0.1, False), (0.2, 0.4, False), (0.2, 0.1, True), (0.2, 0.1, False)):
-            keep_quality(store._storage, fingerprint, [replace(found, losses=[loss, loss])])
+            keep_quality(store._storage, fingerprint, [replace(result, losses=[loss, loss])])
             caplog.clear()
             ask(model, store, question(ids), replace(method, budget=budget))
             assert ("loses 0.2 nats on this model at a budget of 0.3" in caplog.text) == warns
@@ -122,12 +124,12 @@ def test_a_budget_that_is_known_to_lose_much_is_told_once(model, text, tmp_path,
 def test_every_method_with_a_budget_takes_a_target(kind):
     method = kind(quality=0.02)
     assert make_method(describe_method(method)) == method
-    asked = []
-    found = method.with_measured_budget(lambda other: asked.append(other) or 0.35)
-    assert asked == [method] and found == kind(0.35, quality=0.02)
-    assert describe_method(found, found.loss_ignores) == describe_method(kind())
-    assert method.with_measured_budget(lambda other: None).budget == 0.5
-    assert kind(0.3, quality=0.02).with_measured_budget(lambda other: 0.2).budget == 0.2  # the target counts
+    methods = []
+    adjusted = method.with_measured_budget(lambda candidate: methods.append(candidate) or 0.35)
+    assert methods == [method] and adjusted == kind(0.35, quality=0.02)
+    assert describe_method(adjusted, adjusted.loss_ignores) == describe_method(kind())
+    assert method.with_measured_budget(lambda candidate: None).budget == 0.5
+    assert kind(0.3, quality=0.02).with_measured_budget(lambda candidate: 0.2).budget == 0.2  # the target counts
     assert kind(0.3).with_measured_budget(None).budget == 0.3
     for wrong in (0, -1, True, "0.1", float("nan")):
         with pytest.raises(ConfigError, match="quality must be a loss in nats"):
@@ -138,10 +140,10 @@ def test_the_codec_of_the_store_is_a_setting_of_what_was_measured(model, text, t
     ids, target = prompt(200), ContiguousKV(quality=50, reorder=False)
     with KVStore(tmp_path, policy="attention", codec="int8") as store:
         fill(store, model, ids, "exact")
-        (found,) = store.calibrate_quality(
+        (result,) = store.calibrate_quality(
             model, text, methods=["contiguous_kv:reorder=false"], budgets=(0.3,), questions=1, progress=False
         )
-        assert found.method == "contiguous_kv:codec=int8:reorder=False"
+        assert result.method == "contiguous_kv:codec=int8:reorder=False"
         _, cache = ask(model, store, question(ids), target)
         assert cache.method.budget == 0.3 and "was not measured" not in caplog.text
 
@@ -153,8 +155,8 @@ def test_a_second_prompt_of_a_cache_keeps_the_measured_budget(tmp_path, caplog):
         fill(store, model, ids, replace(target, budget=0.125, quality=None))
         cache = TieredCache(model, store, method=target)
         for seed in (5, 6):
-            whole = torch.cat([ids, prompt(24, seed=seed)], dim=1)
-            model.generate(whole, past_key_values=cache, max_new_tokens=2, do_sample=False)
+            request_ids = torch.cat([ids, prompt(24, seed=seed)], dim=1)
+            model.generate(request_ids, past_key_values=cache, max_new_tokens=2, do_sample=False)
             assert cache.method.budget == 0.125
             cache.reset()
     assert "was not measured" not in caplog.text
@@ -184,12 +186,12 @@ def test_the_texts_of_an_encrypted_store_are_encrypted(model, text, tmp_path, mo
 
 def test_the_texts_of_a_killed_measurement_are_removed_by_the_next_one(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    killed, shared, other = (tmp_path / f"hf-tiered-quality-{name}" for name in ("killed", "shared", "other"))
+    killed, shared, other_folder = (tmp_path / f"hf-tiered-quality-{name}" for name in ("killed", "shared", "other"))
     for folder in (killed, shared):
         KVStore(folder).close()
         (folder / "tmp" / "1-2-3").touch()
         (folder / "tmp" / "1-2-3.lock").touch()
-    for folder in (shared, other):
+    for folder in (shared, other_folder):
         folder.mkdir(exist_ok=True)
         (folder / "notes.txt").write_text("precious")
     with quality.scratch_folder() as running:
@@ -197,9 +199,9 @@ def test_the_texts_of_a_killed_measurement_are_removed_by_the_next_one(tmp_path,
         with quality.scratch_folder():
             assert not killed.exists()
             assert (Path(running) / "hf_tiered_cache.json").exists()
-        for folder in (shared, other):
+        for folder in (shared, other_folder):
             assert [path.name for path in folder.iterdir()] == ["notes.txt"]
-    assert sorted(tmp_path.iterdir()) == [other, shared]
+    assert sorted(tmp_path.iterdir()) == [other_folder, shared]
 
 
 def test_the_texts_are_not_sent_to_a_remote(model, text, tmp_path, monkeypatch):
@@ -241,9 +243,9 @@ def test_prompts_come_evenly_from_all_texts():
     folder = Path(__file__).parents[2] / "eval" / "reference" / "xs"
     tokenizer = AutoTokenizer.from_pretrained(folder)
     texts = [tokenizer.decode(range(first, first + 200)) for first in (100, 400)]
-    every = _prompts(str(folder), texts, 64, 100)
-    assert [len(ids) for ids in every] == [64] * len(every) and len(every) >= 4
-    assert _prompts(str(folder), texts, 64, 2) == [every[0], every[len(every) // 2]]
+    prompts = _prompts(str(folder), texts, 64, 100)
+    assert [len(ids) for ids in prompts] == [64] * len(prompts) and len(prompts) >= 4
+    assert _prompts(str(folder), texts, 64, 2) == [prompts[0], prompts[len(prompts) // 2]]
 
 
 def test_on_the_command_line(run, tmp_path, monkeypatch):
@@ -259,14 +261,14 @@ def test_on_the_command_line(run, tmp_path, monkeypatch):
     (tmp_path / "text.txt").write_text(words * 2)
     arguments = ("calibrate", tmp_path / "store", "--model", folder, "--quality", "0.5", "--length")
     texts = ("--text", tmp_path / "text.txt", "--methods", "h2o")
-    status, shown, _ = run(*arguments, 300, *texts, "--plot", tmp_path / "losses.png")
+    status, out, _ = run(*arguments, 300, *texts, "--plot", tmp_path / "losses.png")
     assert status == 0
-    assert "h2o" in shown and "70%" in shown and "saved for this model" in shown
+    assert "h2o" in out and "70%" in out and "saved for this model" in out
     assert (tmp_path / "losses.png").stat().st_size > 1000
-    found = json.loads(run(*arguments, 300, *texts, "--json")[1])
+    results = json.loads(run(*arguments, 300, *texts, "--json")[1])
     strict = ("calibrate", tmp_path / "store", "--model", folder, "--quality", "1e-9", "--length", 300)
     assert "no budget lost at most 2.5e-10 on average and 5e-10 in 95 % of the" in run(*strict, *texts)[1]
-    assert [one["budget"] for one in found] == [0.05, 0.1, 0.2, 0.35, 0.5, 0.7]
+    assert [result["budget"] for result in results] == [0.05, 0.1, 0.2, 0.35, 0.5, 0.7]
     status, _, error = run(*arguments, 300)
     assert status and "pass it with --text FILE" in error
     status, _, error = run(*arguments, 100000, *texts)
@@ -274,7 +276,7 @@ def test_on_the_command_line(run, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (("--quality", "0.1", "--text", "t", "--prefix", "64"), "--prefix and --quality cannot be combined"),
         (("--plot", "a.png"), "--plot can only be used with --quality"),
@@ -285,7 +287,7 @@ def test_on_the_command_line(run, tmp_path, monkeypatch):
         (("--prefix", "64", "--warm"), "--warm can only be used without --prefix"),
     ],
 )
-def test_options_that_would_be_ignored_are_refused(run, tmp_path, options, said):
+def test_options_that_would_be_ignored_are_refused(run, tmp_path, options, message):
     status, _, error = run("calibrate", tmp_path / "store", "--model", "none", *options)
-    assert status == 2 and said in error
+    assert status == 2 and message in error
     assert not (tmp_path / "store").exists()
