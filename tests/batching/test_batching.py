@@ -67,17 +67,17 @@ def test_generate_beside_a_running_engine_computes_and_stores_what_is_right(tmp_
             busy = prompt(60, seed=1000 + number)[0].tolist()
             manager.add_request(busy, max_new_tokens=8, eos_token_id=-1)
             options = {"max_new_tokens": 1, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
-            found = model.generate(ids, attention_mask=torch.ones_like(ids), **options).logits[0]
-            torch.testing.assert_close(found.double(), alike(ids).logits[:, -1], rtol=0, atol=1e-3)
+            logits = model.generate(ids, attention_mask=torch.ones_like(ids), **options).logits[0]
+            torch.testing.assert_close(logits.double(), alike(ids).logits[:, -1], rtol=0, atol=1e-3)
     detach(model)
-    restored = 0
+    tokens_restored = 0
     with KVStore(tmp_path, spot_checks=0.0) as store, torch.no_grad():
         for ids in prompts:
             cache = TieredCache(alike, store, record=False)
-            found = alike(ids, past_key_values=cache, logits_to_keep=1).logits
-            torch.testing.assert_close(found, alike(ids, logits_to_keep=1).logits, rtol=0, atol=1e-3)
-            restored += cache.stats.tokens_restored
-    assert restored == 96 * len(prompts)
+            logits = alike(ids, past_key_values=cache, logits_to_keep=1).logits
+            torch.testing.assert_close(logits, alike(ids, logits_to_keep=1).logits, rtol=0, atol=1e-3)
+            tokens_restored += cache.stats.tokens_restored
+    assert tokens_restored == 96 * len(prompts)
 
 
 @pytest.fixture(scope="module")
@@ -115,11 +115,11 @@ def test_64_requests_get_the_tokens_of_generate_cold_shared_and_after_a_restart(
 @pytest.mark.parametrize(("tokens", "scheduler"), pairs([4, 16, 64], ["fifo", "prefill_first"]))
 @pytest.mark.thin(2)
 def test_few_pages_give_the_same_tokens(model, root, crowd, tokens, scheduler):
-    (prompts, expected), some = crowd, amount(12, 24)
+    (prompts, expected), count = crowd, amount(12, 24)
     options = {"pages": 512 // tokens, "tokens": tokens, "scheduler_type": scheduler}
     for _ in range(2):
         with KVStore(root) as store, tiered(model, store), running(model, **options) as manager:
-            assert arriving(manager, prompts[:some], pause=0.0) == expected[:some]
+            assert arriving(manager, prompts[:count], pause=0.0) == expected[:count]
             assert settled(manager) == 0
 
 
@@ -144,12 +144,14 @@ def test_two_processes_share_one_store(model, root, crowd):
     """
     command = [sys.executable, "-c", textwrap.dedent(code), str(root)]
     halves = prompts[:40], prompts[24:]
-    both = [processes.Popen(command, stdin=processes.PIPE, stdout=processes.PIPE, cwd=ROOT, text=True) for _ in halves]
-    for process, half in zip(both, halves, strict=True):
+    workers = [
+        processes.Popen(command, stdin=processes.PIPE, stdout=processes.PIPE, cwd=ROOT, text=True) for _ in halves
+    ]
+    for process, half in zip(workers, halves, strict=True):
         process.stdin.write(json.dumps(half))
         process.stdin.close()
-    answers = [json.loads(process.stdout.read().splitlines()[-1]) for process in both]
-    assert [process.wait() for process in both] == [0, 0]
+    answers = [json.loads(process.stdout.read().splitlines()[-1]) for process in workers]
+    assert [process.wait() for process in workers] == [0, 0]
     assert answers == [expected[:40], expected[24:]]
     with KVStore(root) as store, tiered(model, store) as session:
         assert batched(model, prompts[:8]) == expected[:8]
@@ -182,10 +184,10 @@ def test_eager_attention_is_paged_and_shares_kv_with_generate(root):
 def test_a_model_that_has_paged_attention_from_the_beginning_is_served(root):
     model, ids = build("llama", attn_implementation="paged|eager"), prompt(70)[0].tolist()
     expected = alone(build("llama", attn_implementation="eager"), [ids])
-    for restored in (0, 64):
+    for tokens_restored in (0, 64):
         with KVStore(root) as store, tiered(model, store) as session:
             assert batched(model, [ids]) == expected
-            assert session.stats.tokens_restored == restored
+            assert session.stats.tokens_restored == tokens_restored
     assert model.config._attn_implementation == "paged|eager"
 
 
@@ -229,13 +231,13 @@ def test_pages_get_the_bits_that_generate_has_stored(model, store, monkeypatch):
     ids = prompt(70)
     model.generate(ids, past_key_values=TieredCache(model, store), do_sample=False, max_new_tokens=2)
     store.flush()
-    written = writes(monkeypatch)
+    stored_kv = writes(monkeypatch)
     with tiered(model, store):
         batched(model, ids.tolist())
-    assert list(written) == [64]
+    assert list(stored_kv) == [64]
     for layer, (keys, values) in enumerate(kv_of(model, ids)):
-        assert torch.equal(written[64][layer][0], keys[:, :, :64])
-        assert torch.equal(written[64][layer][1], values[:, :, :64])
+        assert torch.equal(stored_kv[64][layer][0], keys[:, :, :64])
+        assert torch.equal(stored_kv[64][layer][1], values[:, :, :64])
 
 
 def test_generate_gets_the_bits_that_the_engine_has_computed(model, store):
@@ -243,15 +245,15 @@ def test_generate_gets_the_bits_that_the_engine_has_computed(model, store):
     with tiered(model, store), running(model) as manager:
         arriving(manager, [prompt(30, seed=5)[0].tolist(), ids[0].tolist()], pause=0.0)
         cache = manager.batch_processor.cache
-        held = [_page_kv(cache, layer, ids[0].tolist()[:64]) for layer in range(model.config.num_hidden_layers)]
+        page_kv = [_page_kv(cache, layer, ids[0].tolist()[:64]) for layer in range(model.config.num_hidden_layers)]
     store.flush()
-    restored = TieredCache(model, store)
+    restoring_cache = TieredCache(model, store)
     with torch.no_grad():
-        model(ids, past_key_values=restored, use_cache=True, logits_to_keep=1)
-    assert restored.stats.tokens_restored == 64
-    for layer, (keys, values) in enumerate(held):
-        assert torch.equal(restored.layers[layer].keys[0, :, :64], keys)
-        assert torch.equal(restored.layers[layer].values[0, :, :64], values)
+        model(ids, past_key_values=restoring_cache, use_cache=True, logits_to_keep=1)
+    assert restoring_cache.stats.tokens_restored == 64
+    for layer, (keys, values) in enumerate(page_kv):
+        assert torch.equal(restoring_cache.layers[layer].keys[0, :, :64], keys)
+        assert torch.equal(restoring_cache.layers[layer].values[0, :, :64], values)
 
 
 def _page_kv(cache, layer, tokens):
@@ -339,8 +341,8 @@ def test_kv_of_other_weights_is_neither_restored_nor_stored(root):
         for parameter in plain.parameters():
             parameter.mul_(1.01)
     for segment_kv, true_kv in zip(_restored(model, root, longer), kv_of(plain, torch.tensor([longer])), strict=True):
-        for stored, computed in zip(segment_kv, true_kv, strict=True):
-            assert torch.allclose(stored, computed[:, :, : stored.shape[2]], atol=1e-5)
+        for stored_tensor, computed_tensor in zip(segment_kv, true_kv, strict=True):
+            assert torch.allclose(stored_tensor, computed_tensor[:, :, : stored_tensor.shape[2]], atol=1e-5)
 
 
 def _restored(model, root, ids):
@@ -382,8 +384,8 @@ def test_every_member_of_the_engine_is_there(model):
 def test_a_member_that_has_moved_is_named_and_the_engine_runs_without_the_store(
     model, store, monkeypatch, caplog, path, member
 ):
-    known = {**engine_module._MEMBERS, path or "processor": ("gone_" + member,)}
-    monkeypatch.setattr(engine_module, "_MEMBERS", known)
+    members = {**engine_module._MEMBERS, path or "processor": ("gone_" + member,)}
+    monkeypatch.setattr(engine_module, "_MEMBERS", members)
     ids = prompt(60)[0].tolist()
     with tiered(model, store):
         assert batched(model, [ids]) == alone(model, [ids])
@@ -437,14 +439,14 @@ def test_a_persistent_manager_is_served_by_one_session_at_a_time(model, root):
     expected = alone(model, [ids])
 
     def ask():
-        done = model.generate_batch(
+        outputs = model.generate_batch(
             inputs=[ids],
             generation_config=greedy(),
             continuous_batching_config=paging(),
             progress_bar=False,
             persistent_manager=True,
         )
-        return [output.generated_tokens for output in done.values()]
+        return [output.generated_tokens for output in outputs.values()]
 
     try:
         for _ in range(2):

@@ -139,16 +139,16 @@ class Held:
 
 
 def test_a_request_that_is_cancelled_during_its_restore_leaves_nothing(stored, model, prompts, expected, monkeypatch):
-    held, other = Held(monkeypatch), prompt(30, seed=99)[0].tolist()
-    answer = alone(model, [other])
+    gate, other_prompt = Held(monkeypatch), prompt(30, seed=99)[0].tolist()
+    answer = alone(model, [other_prompt])
     with KVStore(stored) as store, tiered(model, store) as session, running(model) as manager:
         first = manager.add_request(prompts[0], **OPTIONS)
-        assert held.began.wait(10)
+        assert gate.began.wait(10)
         second = manager.add_request(prompts[1], **OPTIONS)  # waits for the first one's restore
         manager.cancel_request(first)
-        third = manager.add_request(other, **OPTIONS)
+        third = manager.add_request(other_prompt, **OPTIONS)
         assert finished(manager, [third]) == answer  # others do not wait
-        held.go_on.set()
+        gate.go_on.set()
         assert finished(manager, [second]) == expected[1:2]
         assert settled(manager) == 0
         assert session.stats.tokens_restored == len(prompts[1]) // 16 * 16
@@ -158,14 +158,14 @@ def test_a_request_that_is_cancelled_during_its_restore_leaves_nothing(stored, m
 def test_a_request_whose_lookup_ends_just_after_it_is_stored(store, model, prompts, expected, monkeypatch):
     gate, look_up = threading.Event(), lookups.Lookups._look_up
     monkeypatch.setattr(requests, "PATIENCE_SECONDS", 0.2)
-    monkeypatch.setattr(lookups.Lookups, "_look_up", lambda *given: gate.wait(30) and look_up(*given))
+    monkeypatch.setattr(lookups.Lookups, "_look_up", lambda *args: gate.wait(30) and look_up(*args))
 
     def is_looked_up(request):
-        found = request.lookup.done()
-        if request.gone and not found:  # its lookup ends before the caller has seen the result
+        is_done = request.lookup.done()
+        if request.gone and not is_done:  # its lookup ends before the caller has seen the result
             gate.set()
             request.lookup.result(30)
-        return found
+        return is_done
 
     monkeypatch.setattr(requests.BatchedRequest, "is_looked_up", property(is_looked_up))
     with tiered(model, store), running(model) as manager:
@@ -176,13 +176,13 @@ def test_a_request_whose_lookup_ends_just_after_it_is_stored(store, model, promp
 
 
 def test_a_lookup_that_hangs_keeps_no_process_alive(stored, model, prompts, expected, monkeypatch):
-    held = Held(monkeypatch)
+    gate = Held(monkeypatch)
     with KVStore(stored) as store, tiered(model, store), running(model) as manager:
         name = manager.add_request(prompts[0], **OPTIONS)
-        assert held.began.wait(10)
+        assert gate.began.wait(10)
         threads = [thread for thread in threading.enumerate() if thread.name.startswith("hf-tiered-batching")]
         assert threads and all(thread.daemon for thread in threads)
-        held.go_on.set()
+        gate.go_on.set()
         assert finished(manager, [name]) == expected[:1]
 
 
@@ -200,20 +200,20 @@ def test_lookup_threads_end_with_their_manager(stored, model, prompts, expected)
 
 
 def test_other_requests_go_on_while_one_is_restored(stored, model, prompts, expected, monkeypatch):
-    held, others = Held(monkeypatch), [prompt(30, seed=90 + at)[0].tolist() for at in range(3)]
-    answers = alone(model, others)
+    gate, other_prompts = Held(monkeypatch), [prompt(30, seed=90 + at)[0].tolist() for at in range(3)]
+    answers = alone(model, other_prompts)
     with KVStore(stored) as store, tiered(model, store) as session, running(model) as manager:
         name = manager.add_request(prompts[0], **OPTIONS)
-        assert held.began.wait(10)
-        assert arriving(manager, others) == answers
+        assert gate.began.wait(10)
+        assert arriving(manager, other_prompts) == answers
         assert session.stats.tokens_restored == 0
-        held.go_on.set()
+        gate.go_on.set()
         assert finished(manager, [name]) == expected[:1]
         assert session.stats.tokens_restored > 0
 
 
 def test_no_request_waits_longer_than_its_patience(stored, model, prompts, expected, monkeypatch):
-    held = Held(monkeypatch)
+    gate = Held(monkeypatch)
     for module in (requests, lookups):
         monkeypatch.setattr(module, "PATIENCE_SECONDS", 0.3)
     with KVStore(stored) as store, tiered(model, store) as session, running(model) as manager:
@@ -221,7 +221,7 @@ def test_no_request_waits_longer_than_its_patience(stored, model, prompts, expec
         assert arriving(manager, prompts) == expected
         took = time.monotonic() - began
         assert took < 5
-        held.go_on.set()
+        gate.go_on.set()
         assert settled(manager) == 0
         assert session.stats.tokens_restored == 0
         assert set(session.stats.reasons) == {reasons.SLOW_LOOKUP}

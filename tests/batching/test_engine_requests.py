@@ -55,10 +55,10 @@ def held_lookups(monkeypatch):
 
 def test_paged_attention_that_ignores_the_softcap_shares_no_kv_with_generate(root):
     model = build("gemma2", attn_implementation="eager")
-    for restored in (0, 64):
+    for tokens_restored in (0, 64):
         with KVStore(root) as store, tiered(model, store) as session:
             batched(model, [IDS])
-            assert session.stats.tokens_restored == restored
+            assert session.stats.tokens_restored == tokens_restored
     with KVStore(root) as store:
         cache = TieredCache(model, store, record=False)
         model(prompt(70), past_key_values=cache, logits_to_keep=1)
@@ -160,14 +160,14 @@ def test_a_prompt_that_is_not_restored_has_a_reason(stored, model, monkeypatch, 
 
 def test_shared_pages_are_counted_before_the_answer(store, model, monkeypatch):
     """A server reads the figures of a request when its answer is there."""
-    kept, step = [], tiers.PagedTiers.step
+    token_counts, step = [], tiers.PagedTiers.step
     with tiered(model, store) as session, running(model) as manager:
         arriving(manager, [IDS])
-        noting = lambda self, *args: (kept.append(session.stats.details.tokens_kept), step(self, *args))  # noqa: E731
+        noting = lambda self, *args: (token_counts.append(session.stats.details.tokens_kept), step(self, *args))  # noqa: E731
         monkeypatch.setattr(tiers.PagedTiers, "step", noting)
         arriving(manager, [IDS])
         settled(manager)
-        assert kept[0] == session.stats.details.tokens_kept == 64
+        assert token_counts[0] == session.stats.details.tokens_kept == 64
 
 
 def test_a_request_that_followed_another_one_keeps_its_deadline(stored, model, monkeypatch):

@@ -39,8 +39,8 @@ def assert_stored(model, root, ids):
         assert cache.stats.tokens_restored == (len(ids) - 1) // 16 * 16
     detach(model)
     for layer, expected in zip(cache.layers, kv_of(model, torch.tensor([ids])), strict=True):
-        for restored, computed in zip((layer.keys, layer.values), expected, strict=True):
-            torch.testing.assert_close(restored, computed, atol=1e-5, rtol=1e-5)
+        for stored_tensor, expected_tensor in zip((layer.keys, layer.values), expected, strict=True):
+            torch.testing.assert_close(stored_tensor, expected_tensor, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("family", ["llama", "glm4"])

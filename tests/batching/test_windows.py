@@ -114,11 +114,11 @@ def test_a_request_with_two_sequences_computes_two_tokens(family, root):
     """The engine forks it before its last token, and needs a token to compute before that."""
     model, ids = build(family), prompt(49, seed=49)[0].tolist()
     expected = alone(model, [ids])
-    for restored in (0, 47):
+    for tokens_restored in (0, 47):
         with KVStore(root) as store, tiered(model, store) as session, running(model, TWO_SEQUENCES) as manager:
             name = manager.add_request(ids, max_new_tokens=8, eos_token_id=-1)
             assert finished(manager, [name, f"{name}__child#0"]) == expected * 2
-        assert session.stats.tokens_restored == restored
+        assert session.stats.tokens_restored == tokens_restored
 
 
 @pytest.mark.thin(2)
@@ -149,25 +149,25 @@ def test_generate_and_the_engine_serve_each_other(model, root):
 @pytest.mark.thin(2)
 def test_pages_get_the_bits_that_generate_has_stored(model, store, monkeypatch, tokens):
     """Layers with full attention get the whole prefix, the others what the next token sees of it."""
-    ids, written = prompt(tokens, seed=tokens), writes(monkeypatch)
+    ids, stored_kv = prompt(tokens, seed=tokens), writes(monkeypatch)
     model.generate(ids, past_key_values=TieredCache(model, store), do_sample=False, max_new_tokens=2)
     store.flush()
     with tiered(model, store):
         batched(model, ids.tolist())
-    ((stop, kv),) = written.items()
+    ((stop, kv),) = stored_kv.items()
     assert stop >= (tokens - 1) // 16 * 16
     kinds = getattr(model.config, "layer_types", None) or ["sliding_attention"] * len(kv)
     plain = kv_of(model, ids)
     for layer, kind in enumerate(kinds):
         start = max(0, stop - (WINDOW - 1)) if kind == "sliding_attention" else 0
-        for restored, computed in zip(kv[layer], plain[layer], strict=True):
-            assert torch.equal(restored, computed[:, :, start:stop])
+        for stored, expected in zip(kv[layer], plain[layer], strict=True):
+            assert torch.equal(stored, expected[:, :, start:stop])
 
 
 @SHARING
 def test_generate_gets_the_bits_that_the_engine_has_computed(model, root, monkeypatch):
     """This includes tokens that have left the window, from chunks that share their passes."""
-    ids, other, computed = prompt(140, seed=9), prompt(50, seed=8)[0].tolist(), {}
+    ids, other_prompt, computed_kv = prompt(140, seed=9), prompt(50, seed=8)[0].tolist(), {}
     note = tiers.PagedTiers._note
 
     def keep(self, rows, packed):
@@ -175,7 +175,7 @@ def test_generate_gets_the_bits_that_the_engine_has_computed(model, root, monkey
         for state, _, count in rows:
             if len(state.initial_tokens) == ids.shape[1]:
                 for layer, tensors in passes.items():
-                    computed.setdefault(layer, []).append([tensor[:, :, row : row + count] for tensor in tensors])
+                    computed_kv.setdefault(layer, []).append([tensor[:, :, row : row + count] for tensor in tensors])
             row += count
         note(self, rows, packed)
 
@@ -190,18 +190,18 @@ def test_generate_gets_the_bits_that_the_engine_has_computed(model, root, monkey
         ),
     )
     with KVStore(root) as store, tiered(model, store), running(model, max_batch_tokens=64) as manager:
-        arriving(manager, [other, ids[0].tolist()], pause=0.0)
+        arriving(manager, [other_prompt, ids[0].tolist()], pause=0.0)
     with KVStore(root) as store:
         cache = TieredCache(model, store, record=False)
         with torch.no_grad():
             model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
     stop = cache.stats.tokens_restored
     assert stop == 128
-    for layer, chunks in computed.items():
-        for part, restored in enumerate((cache.layers[layer].keys, cache.layers[layer].values)):
-            held = restored[:, :, : restored.shape[2] - (ids.shape[1] - stop)]
-            whole = torch.cat([chunk[part] for chunk in chunks], dim=2)
-            assert torch.equal(held, whole[:, :, stop - held.shape[2] : stop])
+    for layer, chunks in computed_kv.items():
+        for part, restored_tensor in enumerate((cache.layers[layer].keys, cache.layers[layer].values)):
+            restored_window = restored_tensor[:, :, : restored_tensor.shape[2] - (ids.shape[1] - stop)]
+            computed_tensor = torch.cat([chunk[part] for chunk in chunks], dim=2)
+            assert torch.equal(restored_window, computed_tensor[:, :, stop - restored_window.shape[2] : stop])
 
 
 def test_full_attention_without_shared_pages_is_restored_too(root):
@@ -231,5 +231,5 @@ def test_kv_of_other_weights_is_neither_restored_nor_stored(family, root):
         with torch.no_grad():
             changed(torch.tensor([longer]), past_key_values=cache, use_cache=True, logits_to_keep=1)
     for layer, tensors in zip(cache.layers, kv_of(changed, torch.tensor([longer])), strict=True):
-        for held, computed in zip((layer.keys, layer.values), tensors, strict=True):
-            assert torch.allclose(held, computed[:, :, -held.shape[2] :], atol=1e-5)
+        for window, expected in zip((layer.keys, layer.values), tensors, strict=True):
+            assert torch.allclose(window, expected[:, :, -window.shape[2] :], atol=1e-5)
