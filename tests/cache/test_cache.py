@@ -79,8 +79,8 @@ def test_a_parent_that_goes_on_leaves_its_forks_alone(model, store):
     fork = parent.fork()
     more = torch.cat([first, prompt(9, seed=3)], dim=1)
     model.generate(more, past_key_values=parent, **GREEDY)
-    other = torch.cat([first, prompt(9, seed=4)], dim=1)
-    assert torch.equal(model.generate(other, past_key_values=fork, **GREEDY), plain(model, other))
+    other_prompt = torch.cat([first, prompt(9, seed=4)], dim=1)
+    assert torch.equal(model.generate(other_prompt, past_key_values=fork, **GREEDY), plain(model, other_prompt))
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
@@ -111,9 +111,9 @@ def test_forks_record_what_they_compute(model, store):
 def test_another_prompt_in_a_used_strict_cache_is_refused(model, store):
     cache = TieredCache(model, store, strict=True)
     model.generate(prompt(50), past_key_values=cache, **GREEDY)
-    for other in (prompt(80, seed=2), prompt(20, seed=2), prompt(50)):
+    for other_prompt in (prompt(80, seed=2), prompt(20, seed=2), prompt(50)):
         with pytest.raises(CacheMismatchError, match="create a new TieredCache"):
-            model.generate(other, past_key_values=cache, **GREEDY)
+            model.generate(other_prompt, past_key_values=cache, **GREEDY)
     going_on = torch.cat([prompt(50), plain(model, prompt(50))[:, 50:], prompt(4, seed=3)], dim=1)
     assert torch.equal(model.generate(going_on, past_key_values=cache, **GREEDY), plain(model, going_on))
 
@@ -144,11 +144,11 @@ def test_right_padding_reuses_nothing_and_is_right(model, store):
     store.precompute(model, ids, progress=False)
     with torch.no_grad():
         cache = TieredCache(model, store)
-        ours = model(input_ids=ids, attention_mask=mask, past_key_values=cache, logits_to_keep=1).logits
+        logits = model(input_ids=ids, attention_mask=mask, past_key_values=cache, logits_to_keep=1).logits
         assert cache.stats.tokens_restored == 0
         reference = DynamicCache(config=model.config)
         assert torch.equal(
-            ours, model(input_ids=ids, attention_mask=mask, past_key_values=reference, logits_to_keep=1).logits
+            logits, model(input_ids=ids, attention_mask=mask, past_key_values=reference, logits_to_keep=1).logits
         )
 
 
@@ -163,12 +163,12 @@ class Viewing(LlamaForCausalLM):
 def test_rows_of_a_restored_batch_can_be_viewed_as_one(store):
     model, ids = Viewing(build("llama").config).eval(), prompt(60, rows=2)
     arguments = {"position_ids": torch.arange(60).repeat(2, 1), "logits_to_keep": 1}
-    for restored in (0, 96):
+    for tokens_restored in (0, 96):
         cache = TieredCache(model, store)
         with torch.no_grad():
             logits = model(input_ids=ids, past_key_values=cache, **arguments).logits
             torch.testing.assert_close(logits, model(input_ids=ids, use_cache=False, **arguments).logits)
-        assert cache.stats.tokens_restored == restored
+        assert cache.stats.tokens_restored == tokens_restored
 
 
 class KeepingAll(LlamaForCausalLM):
@@ -195,8 +195,8 @@ def masks(model):
     return {"full_attention": full, "sliding_attention": full & ~full.tril(-windows[0])} if windows else full
 
 
-@pytest.mark.parametrize("what", ["positions", "labels", "masks", "hidden states", "attentions"])
-def test_requests_that_need_every_token_computed(model, store, what):
+@pytest.mark.parametrize("feature", ["positions", "labels", "masks", "hidden states", "attentions"])
+def test_requests_that_need_every_token_computed(model, store, feature):
     ids = prompt(60)
     store.precompute(model, ids, progress=False)
     arguments = {
@@ -205,22 +205,22 @@ def test_requests_that_need_every_token_computed(model, store, what):
         "masks": {"attention_mask": masks(model)},
         "hidden states": {"output_hidden_states": True, "logits_to_keep": 1},
         "attentions": {"output_attentions": True, "logits_to_keep": 1},
-    }[what]
-    if what == "attentions":
+    }[feature]
+    if feature == "attentions":
         model.set_attn_implementation("eager")
     cache = TieredCache(model, store)
     with torch.no_grad():
-        ours = model(input_ids=ids, past_key_values=cache, **arguments)
-        theirs = model(input_ids=ids, past_key_values=DynamicCache(config=model.config), **arguments)
+        outputs = model(input_ids=ids, past_key_values=cache, **arguments)
+        expected = model(input_ids=ids, past_key_values=DynamicCache(config=model.config), **arguments)
     assert cache.stats.tokens_restored == 0
-    assert torch.equal(ours.logits, theirs.logits)
-    if what == "hidden states":
-        assert ours.hidden_states[-1].shape[1] == 60
-    if what == "attentions":
-        assert ours.attentions[0].shape[2] == 60
+    assert torch.equal(outputs.logits, expected.logits)
+    if feature == "hidden states":
+        assert outputs.hidden_states[-1].shape[1] == 60
+    if feature == "attentions":
+        assert outputs.attentions[0].shape[2] == 60
         model.set_attn_implementation("sdpa")
-    if what == "labels":
-        assert torch.equal(ours.loss, theirs.loss)
+    if feature == "labels":
+        assert torch.equal(outputs.loss, expected.loss)
 
 
 def test_odd_positions_are_not_recorded(model, store):
@@ -288,8 +288,8 @@ def test_restore_and_record_can_be_switched_off(model, store):
 def test_the_batch_may_change_between_passes(model, store):
     """A user's own search loop repeats, drops and swaps rows."""
     ids = torch.cat([prompt(70), prompt(70, seed=2)])
-    ours, theirs = TieredCache(model, store), DynamicCache(config=model.config)
-    for cache in (ours, theirs):
+    tiered_cache, reference = TieredCache(model, store), DynamicCache(config=model.config)
+    for cache in (tiered_cache, reference):
         with torch.no_grad():
             model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
             cache.batch_repeat_interleave(2)
@@ -297,12 +297,12 @@ def test_the_batch_may_change_between_passes(model, store):
             cache.batch_select_indices(torch.tensor([0, 2]))
             more = torch.cat([prompt(70, seed=4), prompt(70, seed=5)])
             cache.logits = model(input_ids=more, past_key_values=cache, logits_to_keep=1).logits
-    assert torch.equal(ours.logits, theirs.logits)
+    assert torch.equal(tiered_cache.logits, reference.logits)
     store.flush()
-    wanted = torch.cat([torch.cat([ids[1], more[0]])[None], torch.cat([ids[0], more[1]])[None]])  # rows 3, 1 of four
+    more_ids = torch.cat([torch.cat([ids[1], more[0]])[None], torch.cat([ids[0], more[1]])[None]])  # rows 3, 1 of four
     cache = TieredCache(model, store)
     with torch.no_grad():
-        model(input_ids=wanted, past_key_values=cache, logits_to_keep=1)
+        model(input_ids=more_ids, past_key_values=cache, logits_to_keep=1)
     assert cache.stats.tokens_restored == 2 * 128
 
 
@@ -314,9 +314,9 @@ def test_rows_that_share_a_beginning_store_it_once(model, store):
     assert sorted((row.position, row.tokens) for row in store.segments()) == [(0, 96), (64, 32)]
     for row in ids:
         cache = TieredCache(model, store, record=False)
-        ours = model.generate(row.unsqueeze(0), past_key_values=cache, **GREEDY)
+        output = model.generate(row.unsqueeze(0), past_key_values=cache, **GREEDY)
         assert cache.stats.tokens_restored == 96
-        assert torch.equal(ours, plain(model, row.unsqueeze(0)))
+        assert torch.equal(output, plain(model, row.unsqueeze(0)))
 
 
 @pytest.mark.parametrize("beams", [2, 4])
@@ -328,16 +328,16 @@ def test_what_beams_have_generated_is_stored_by_row(model, store, beams):
     mask = torch.ones_like(ids)
     cache = TieredCache(model, store)
     model.generate(ids, attention_mask=mask, past_key_values=cache, **arguments)
-    held = cache._executor.sequence.history.ids()
+    row_ids = cache._executor.sequence.history.ids()
     store.flush()
-    for row in torch.from_numpy(held[:, :97]):
-        asked = TieredCache(model, store, record=False)
+    for row in torch.from_numpy(row_ids[:, :97]):
+        row_cache = TieredCache(model, store, record=False)
         row = row.unsqueeze(0)
         with torch.no_grad():
-            ours = model(input_ids=row, past_key_values=asked, logits_to_keep=1).logits
-            theirs = model(input_ids=row, use_cache=False, logits_to_keep=1).logits
-        assert asked.stats.tokens_restored == 96
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+            logits = model(input_ids=row, past_key_values=row_cache, logits_to_keep=1).logits
+            expected = model(input_ids=row, use_cache=False, logits_to_keep=1).logits
+        assert row_cache.stats.tokens_restored == 96
+        torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
 
 
 # --- memory
@@ -380,8 +380,8 @@ def test_of_a_sliding_layer_only_the_window_is_read(tmp_path):
         store.precompute(model, prompt(1000), progress=False)
     with KVStore(tmp_path) as store:
         cache = TieredCache(model, store)
-        ours = model.generate(prompt(1000), past_key_values=cache, **GREEDY)
-        assert torch.equal(ours, plain(model, prompt(1000)))
+        output = model.generate(prompt(1000), past_key_values=cache, **GREEDY)
+        assert torch.equal(output, plain(model, prompt(1000)))
         assert cache.stats.tokens_restored == 992
         segment = store._storage.disk.reader(store.segments()[0].id)
         full = sum(block_group.block_bytes for block_group in segment.shape.block_groups if not block_group.window) * 62
@@ -407,12 +407,12 @@ def test_recording_keeps_no_more_than_the_ragged_end(model, store):
     with torch.no_grad():
         model(input_ids=prompt(900), past_key_values=cache, logits_to_keep=1)
         model(input_ids=prompt(1), past_key_values=cache)  # now the prompt is whole
-    held = {
+    bytes_by_storage = {
         t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
         for ts in cache._executor.sequence.recorder.captured._tensors()
         for t in ts
     }
-    assert sum(held.values()) <= 2 * len(model.model.layers) * 2 * 16 * 16 * 4
+    assert sum(bytes_by_storage.values()) <= 2 * len(model.model.layers) * 2 * 16 * 16 * 4
     store.flush()
 
 
@@ -420,8 +420,8 @@ def test_recording_keeps_no_more_than_the_ragged_end(model, store):
 def test_inference_mode_may_come_and_go(tmp_path, family):
     """Memory that is allocated in inference mode is written to outside of it, by the writer and by later turns."""
     model, ids = build(family), prompt(100)
-    whole = torch.cat([ids, prompt(30, seed=4)], dim=1)
-    expected = model.generate(whole, **GREEDY)
+    full_prompt = torch.cat([ids, prompt(30, seed=4)], dim=1)
+    expected = model.generate(full_prompt, **GREEDY)
     for first, second in ((True, False), (False, True), (True, True)):
         with KVStore(tmp_path / f"{first}{second}") as store:
             store.precompute(model, ids[:, :50], progress=False)
@@ -430,12 +430,12 @@ def test_inference_mode_may_come_and_go(tmp_path, family):
             with torch.inference_mode(first), torch.no_grad():
                 model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
             with torch.inference_mode(second), torch.no_grad():
-                model(input_ids=whole[:, 100:-1], past_key_values=cache, logits_to_keep=1)
-                assert torch.equal(model.generate(whole, past_key_values=cache, **GREEDY), expected)
+                model(input_ids=full_prompt[:, 100:-1], past_key_values=cache, logits_to_keep=1)
+                assert torch.equal(model.generate(full_prompt, past_key_values=cache, **GREEDY), expected)
             store.flush()
             assert store.stats.dropped_writes == 0
             again = TieredCache(model, store, record=False)
-            assert torch.equal(model.generate(whole, past_key_values=again, **GREEDY), expected)
+            assert torch.equal(model.generate(full_prompt, past_key_values=again, **GREEDY), expected)
             assert again.stats.tokens_restored == 128
 
 
@@ -593,6 +593,6 @@ def test_other_causal_models_work_too(tmp_path):
     with KVStore(tmp_path) as store:
         for _ in range(2):
             cache = TieredCache(model, store)
-            ours = model.generate(prompt(60), past_key_values=cache, **GREEDY)
-            assert torch.equal(ours, model.generate(prompt(60), **GREEDY))
+            output = model.generate(prompt(60), past_key_values=cache, **GREEDY)
+            assert torch.equal(output, model.generate(prompt(60), **GREEDY))
     detach(model)

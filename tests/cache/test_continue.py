@@ -28,8 +28,8 @@ def plain(model, ids, **more):
 def test_one_token_said_otherwise_costs_that_token(model, store):
     """A chat template may tokenize the last reply differently."""
     cache = TieredCache(model, store)
-    said = model.generate(prompt(30), past_key_values=cache, **GREEDY)
-    again = torch.cat([said[:, :-2], (said[:, -2:] + 1) % 100 + 3, prompt(9, seed=4)], dim=1)
+    output = model.generate(prompt(30), past_key_values=cache, **GREEDY)
+    again = torch.cat([output[:, :-2], (output[:, -2:] + 1) % 100 + 3, prompt(9, seed=4)], dim=1)
     assert torch.equal(model.generate(again, past_key_values=cache, **GREEDY), plain(model, again))
     assert cache.stats.requests == 2
     assert cache.stats.details.tokens_dropped == 1
@@ -38,26 +38,26 @@ def test_one_token_said_otherwise_costs_that_token(model, store):
 
 def test_a_copied_prompt_goes_on_in_several_ways(model, store):
     """This is the documented pattern: prefill, deepcopy, generate. The last token merges with the next text."""
-    begun = TieredCache(model, store)
+    parent = TieredCache(model, store)
     beginning = prompt(60)
-    model(beginning, past_key_values=begun)
+    model(beginning, past_key_values=parent)
     for seed in (5, 6):
-        whole = torch.cat([beginning[:, :-1], prompt(12, seed=seed)], dim=1)
-        cache = copy.deepcopy(begun)
-        assert torch.equal(model.generate(whole, past_key_values=cache, **GREEDY), plain(model, whole))
+        full_prompt = torch.cat([beginning[:, :-1], prompt(12, seed=seed)], dim=1)
+        cache = copy.deepcopy(parent)
+        assert torch.equal(model.generate(full_prompt, past_key_values=cache, **GREEDY), plain(model, full_prompt))
         assert cache.stats.details.tokens_dropped == 1
-    assert begun.get_seq_length() == 60
+    assert parent.get_seq_length() == 60
 
 
 @pytest.mark.parametrize("lengths", [(100, 45), (45, 100), (100, 64, 120)])
 def test_a_prompt_with_other_frequencies_is_computed_as_by_a_new_cache(store, lengths):
     """Longrope has other frequencies in prompts of more than 64 tokens, so nothing that the cache holds fits them."""
-    model, whole = build("llama", rope_parameters=longrope(64)), prompt(120)
+    model, ids = build("llama", rope_parameters=longrope(64)), prompt(120)
     cache = TieredCache(model, store)
     options = GREEDY | {"output_logits": True, "return_dict_in_generate": True}
     for length in lengths:
-        found, right = (model.generate(whole[:, :length], past_key_values=c, **options) for c in (cache, None))
-        assert torch.equal(found.sequences, right.sequences) and torch.equal(found.logits[0], right.logits[0])
+        output, right = (model.generate(ids[:, :length], past_key_values=c, **options) for c in (cache, None))
+        assert torch.equal(output.sequences, right.sequences) and torch.equal(output.logits[0], right.logits[0])
 
 
 @pytest.mark.parametrize("pad", [0, 3])
@@ -66,17 +66,17 @@ def test_a_prompt_may_be_only_what_the_cache_lacks(model, store, mode, pad):
     """As transformers allows: the attention mask covers all tokens, the ids are the new ones."""
     if "prompt_lookup_num_tokens" in mode and not PREFILL_CONTINUES_CACHE:
         pytest.skip("in this version of transformers, assisted decoding does not: DynamicCache gives other tokens, too")
-    whole, copies = prompt(100), mode.get("num_beams", 1)
-    store.precompute(model, whole, progress=False)
-    mask = torch.ones_like(whole)
+    full_prompt, copies = prompt(100), mode.get("num_beams", 1)
+    store.precompute(model, full_prompt, progress=False)
+    mask = torch.ones_like(full_prompt)
     if "prompt_lookup_num_tokens" not in mode:  # there, transformers cuts a mask with padding
         mask[:, :pad] = 0
-    held = {"input_ids": whole[:, :40], "attention_mask": mask[:, :40]}
-    held["position_ids"] = (held["attention_mask"].cumsum(dim=1) - 1).clamp(min=0)
+    cached_inputs = {"input_ids": full_prompt[:, :40], "attention_mask": mask[:, :40]}
+    cached_inputs["position_ids"] = (cached_inputs["attention_mask"].cumsum(dim=1) - 1).clamp(min=0)
     cache = TieredCache(model, store)
-    model(**{name: tensor.expand(copies, -1) for name, tensor in held.items()}, past_key_values=cache)
-    found = plain(model, whole[:, 40:], attention_mask=mask, past_key_values=cache, **mode)
-    assert torch.equal(found[:, 60:], plain(model, whole, attention_mask=mask, **mode)[:, 100:])
+    model(**{name: tensor.expand(copies, -1) for name, tensor in cached_inputs.items()}, past_key_values=cache)
+    output = plain(model, full_prompt[:, 40:], attention_mask=mask, past_key_values=cache, **mode)
+    assert torch.equal(output[:, 60:], plain(model, full_prompt, attention_mask=mask, **mode)[:, 100:])
     assert cache.get_seq_length() >= 105
     assert cache.stats.requests == 2
     assert cache.stats.details.tokens_dropped == 0
@@ -86,21 +86,21 @@ def test_a_prompt_may_be_only_what_the_cache_lacks(model, store, mode, pad):
 def test_a_mask_that_covers_other_tokens_than_those_of_cache_and_prompt_is_refused(model, store):
     ids = prompt(60)
     cache = TieredCache(model, store)
-    for held, suspend in ((45, False), (0, True)):
-        said = model.generate(ids[:, :40], past_key_values=cache, **GREEDY)
+    for cached_tokens, suspend in ((45, False), (0, True)):
+        output = model.generate(ids[:, :40], past_key_values=cache, **GREEDY)
         if suspend:
             cache.suspend()
-        message = f"covers {46 + 14} tokens, but this cache holds {held} and the prompt has 14; pass the whole"
-        new = torch.cat([said, prompt(14, seed=2)], dim=1)[:, 46:]
+        message = f"covers {46 + 14} tokens, but this cache holds {cached_tokens} and the prompt has 14; pass the whole"
+        new = torch.cat([output, prompt(14, seed=2)], dim=1)[:, 46:]
         with pytest.raises(CacheMismatchError, match=message):
             plain(model, new, attention_mask=torch.ones(1, 60, dtype=torch.int64), past_key_values=cache)
 
 
-@pytest.mark.parametrize(("kept", "tokens"), pairs([0, 1, 17, 64, 99], [20, 100, 140]))
-def test_whatever_two_prompts_share(model, store, kept, tokens):
+@pytest.mark.parametrize(("shared_tokens", "tokens"), pairs([0, 1, 17, 64, 99], [20, 100, 140]))
+def test_whatever_two_prompts_share(model, store, shared_tokens, tokens):
     cache = TieredCache(model, store)
     first, second = prompt(100), prompt(tokens, seed=9)
-    second[:, :kept] = first[:, : min(kept, tokens)]
+    second[:, :shared_tokens] = first[:, : min(shared_tokens, tokens)]
     model.generate(first, past_key_values=cache, **GREEDY)
     assert torch.equal(model.generate(second, past_key_values=cache, **GREEDY), plain(model, second))
     assert cache.get_seq_length() == second.shape[1] + GREEDY["max_new_tokens"] - 1
@@ -115,11 +115,11 @@ def test_the_very_same_prompt_again(model, store):
 
 
 def test_what_the_store_has_of_another_prompt_is_restored(model, store):
-    other = prompt(100, seed=2)
-    store.precompute(model, other, progress=False)
+    other_prompt = prompt(100, seed=2)
+    store.precompute(model, other_prompt, progress=False)
     cache = TieredCache(model, store)
     model.generate(prompt(40), past_key_values=cache, **GREEDY)
-    assert torch.equal(model.generate(other, past_key_values=cache, **GREEDY), plain(model, other))
+    assert torch.equal(model.generate(other_prompt, past_key_values=cache, **GREEDY), plain(model, other_prompt))
     assert cache.stats.tokens_restored == 96
     assert cache.stats.requests == 2
 
@@ -157,8 +157,8 @@ def test_a_selection_of_another_prompt_is_dropped(store):
     first = torch.cat([ids[:, :192], prompt(8, seed=2)], dim=1)
     model.generate(first, past_key_values=cache, **GREEDY)
     assert 0 < cache.stats.tokens_attended < cache.stats.tokens_restored
-    other = prompt(90, seed=5)
-    assert torch.equal(model.generate(other, past_key_values=cache, **GREEDY), plain(model, other))
+    other_prompt = prompt(90, seed=5)
+    assert torch.equal(model.generate(other_prompt, past_key_values=cache, **GREEDY), plain(model, other_prompt))
     assert cache.stats.tokens_stored > 0  # exact again
 
 
@@ -171,8 +171,8 @@ def test_left_padding_is_no_token(model, tmp_path):
     with KVStore(tmp_path) as store:
         cache = TieredCache(model, store)
         model.generate(padded, attention_mask=mask, past_key_values=cache, max_new_tokens=1)
-        whole, mask = torch.cat([padded, more], dim=1), torch.cat([mask, torch.ones_like(more)], dim=1)
-        model.generate(whole, attention_mask=mask, past_key_values=cache, max_new_tokens=1)
+        full_prompt, mask = torch.cat([padded, more], dim=1), torch.cat([mask, torch.ones_like(more)], dim=1)
+        model.generate(full_prompt, attention_mask=mask, past_key_values=cache, max_new_tokens=1)
     assert cache.stats.details.tokens_kept == 40 + 29
     assert cache.stats.details.tokens_dropped == 0
 
@@ -220,8 +220,8 @@ def test_a_padding_token_in_what_was_said_is_masked_from_then_on(store, end, dro
     model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, **GREEDY)
     more = torch.cat([ids, prompt(8, seed=4)], dim=1)
     logits = {"output_logits": True, "return_dict_in_generate": True, "eos_token_id": end} | GREEDY
-    found, want = (model.generate(more, **logits, **c).logits[0] for c in ({"past_key_values": cache}, {}))
-    torch.testing.assert_close(found, want, rtol=0, atol=1e-5)
+    first_logits, want = (model.generate(more, **logits, **c).logits[0] for c in ({"past_key_values": cache}, {}))
+    torch.testing.assert_close(first_logits, want, rtol=0, atol=1e-5)
     assert (cache.stats.details.tokens_dropped > 10) == dropped
 
 
@@ -264,21 +264,21 @@ def test_a_cache_that_runs_without_the_store_drops_other_prompts_too(store, why)
     if why == "mask":
         mask[:, 5:9] = 0
     hook = model.model.layers[0].register_forward_hook(lambda *arguments: None) if why == "hook" else None
-    said = model.train(why == "training").generate(ids, attention_mask=mask, past_key_values=cache, **GREEDY)
+    output = model.train(why == "training").generate(ids, attention_mask=mask, past_key_values=cache, **GREEDY)
     assert cache.stats.reason
     if hook is not None:
         hook.remove()
     model.eval()
     if why != "mask":
-        kept = copy.deepcopy(cache)
-        more = torch.cat([said, prompt(9, seed=4)], dim=1)
-        assert torch.equal(model.generate(more, past_key_values=kept, **GREEDY), plain(model, more))
-        assert kept.stats.details.tokens_dropped == 0
-    for other in (prompt(30, seed=7), prompt(90, seed=7)):
-        kept = copy.deepcopy(cache)
-        assert torch.equal(model.generate(other, past_key_values=kept, **GREEDY), plain(model, other))
-        kept.store_now()
-        assert kept.stats.tokens_stored > 0
+        twin = copy.deepcopy(cache)
+        more = torch.cat([output, prompt(9, seed=4)], dim=1)
+        assert torch.equal(model.generate(more, past_key_values=twin, **GREEDY), plain(model, more))
+        assert twin.stats.details.tokens_dropped == 0
+    for other_prompt in (prompt(30, seed=7), prompt(90, seed=7)):
+        twin = copy.deepcopy(cache)
+        assert torch.equal(model.generate(other_prompt, past_key_values=twin, **GREEDY), plain(model, other_prompt))
+        twin.store_now()
+        assert twin.stats.tokens_stored > 0
 
 
 def test_a_length_is_a_number_after_assisted_decoding_cropped_by_a_tensor(store):

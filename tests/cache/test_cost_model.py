@@ -43,8 +43,8 @@ def path(tmp_path, model):
     return tmp_path / "store"
 
 
-def plant(store, model, *found, provenance="exact"):
-    keep_prefix_costs(storage_of(store), Fingerprinter(model)(), CPU, provenance, list(found))
+def plant(store, model, *prefix_costs, provenance="exact"):
+    keep_prefix_costs(storage_of(store), Fingerprinter(model)(), CPU, provenance, list(prefix_costs))
 
 
 def ask(model, store, method=WHOLE, ids=ASKED):
@@ -61,9 +61,9 @@ def test_what_is_slower_to_restore_is_computed_until_it_lies_in_memory(path, mod
         assert (stats.tokens_restored, stats.bytes_read, stats.reason) == (0, 0, reasons.SLOWER)
         assert stats.tokens_stored == 16  # what stands behind the document; that itself is there already
         assert store.lookup(model, ASKED, method=WHOLE).reason == reasons.SLOWER
-        found = store.warm(model, ASKED, method=WHOLE, progress=False)  # which is asked for, whatever it takes
-        assert (found.stored, found.reason) == (176, "")
-        assert found.bytes["disk"] == 0 < found.bytes["host"]
+        result = store.warm(model, ASKED, method=WHOLE, progress=False)  # which is asked for, whatever it takes
+        assert (result.stored, result.reason) == (176, "")
+        assert result.bytes["disk"] == 0 < result.bytes["host"]
         stats = ask(model, store)
         assert (stats.tokens_restored, stats.reason) == (176, "")
     assert not caplog.records  # nothing to warn of
@@ -88,7 +88,7 @@ def test_it_can_be_forced_and_baselines_always_restore(path, model, forced):
 
 
 @pytest.mark.parametrize(
-    ("found", "restored"),
+    ("prefix_costs", "tokens_restored"),
     [
         ([], 160),
         ([PrefixCosts(160, 1e-3, {"disk": 0.9e-3})], 160),
@@ -98,16 +98,16 @@ def test_it_can_be_forced_and_baselines_always_restore(path, model, forced):
     ],
     ids=["nothing known", "quicker", "another tier", "between, slower", "between, quicker"],
 )
-def test_what_was_measured_decides(path, model, found, restored):
+def test_what_was_measured_decides(path, model, prefix_costs, tokens_restored):
     with KVStore(path, engine="posix") as store:
-        plant(store, model, *found)
-        assert ask(model, store).tokens_restored == restored
+        plant(store, model, *prefix_costs)
+        assert ask(model, store).tokens_restored == tokens_restored
 
 
 def test_another_model_codec_or_engine_is_another_calibration(path, model):
-    other = build("llama", seed=3)
+    other_model = build("llama", seed=3)
     with KVStore(path, engine="posix") as store:
-        plant(store, other, SLOW_DISK)
+        plant(store, other_model, SLOW_DISK)
         plant(store, model, SLOW_DISK, provenance="exact int8")
         assert ask(model, store).tokens_restored == 160
         storage_of(store).disk.backend.reads_with = "another engine"
@@ -132,7 +132,7 @@ def test_precomputing_goes_on_from_what_is_stored(path, model):
     assert report.restored == 160
 
 
-def pretend(monkeypatch, computed, restored, alone=1.0):
+def pretend(monkeypatch, compute_seconds, restore_seconds, alone=1.0):
     """Let passes take these seconds: with a prefix computed, restored (of each tier), and without one."""
     real = module._seconds
 
@@ -142,8 +142,8 @@ def pretend(monkeypatch, computed, restored, alone=1.0):
         if not hasattr(cells.get("cache"), "stats"):
             return alone
         stats = cells["cache"].stats
-        stats.details.io_seconds = restored["disk"] - alone if stats.tier == "disk" else 0.0
-        return restored[stats.tier] if stats.tokens_restored else computed
+        stats.details.io_seconds = restore_seconds["disk"] - alone if stats.tier == "disk" else 0.0
+        return restore_seconds[stats.tier] if stats.tokens_restored else compute_seconds
 
     monkeypatch.setattr(module, "_seconds", seconds)
 
@@ -157,22 +157,22 @@ def test_calibration_measures_each_tier_and_leaves_nothing(tmp_path, model, monk
         assert first.restore == pytest.approx({"disk": 0.04, "host": 0.005})
         assert second.restore == pytest.approx({"disk": 0.02, "host": 0.0025})
         assert second.load == pytest.approx({"disk": 0.02}) and second.overhead == 1.0
-        kept = prefix_calibration(storage_of(store), Fingerprinter(model)(), CPU, "exact").at(96)
-        assert kept.compute == pytest.approx(0.0075)
+        kept_costs = prefix_calibration(storage_of(store), Fingerprinter(model)(), CPU, "exact").at(96)
+        assert kept_costs.compute == pytest.approx(0.0075)
         store.precompute(model, DOCUMENT, progress=False)
         store.clear()
         assert ask(model, store).reason == reasons.SLOWER
     with KVStore(tmp_path, engine="posix", host_memory=0) as store:
-        (found,) = store.calibrate_prefix(model, tokens=(64,), repeats=1, progress=False)
-        assert found.restore.keys() == {"disk"}
+        (disk_costs,) = store.calibrate_prefix(model, tokens=(64,), repeats=1, progress=False)
+        assert disk_costs.restore.keys() == {"disk"}
 
 
 def test_a_real_calibration(tmp_path, model):
     with KVStore(tmp_path, engine="posix") as store:
-        (found,) = store.calibrate_prefix(model, tokens=(64,), repeats=1, progress=False)
-    assert found.restore.keys() == {"disk", "host"}
-    assert all(cost >= 0 for cost in (found.compute, *found.restore.values()))
-    assert found.load.keys() == {"disk"} and found.load["disk"] > 0 and found.overhead > 0
+        (costs,) = store.calibrate_prefix(model, tokens=(64,), repeats=1, progress=False)
+    assert costs.restore.keys() == {"disk", "host"}
+    assert all(cost >= 0 for cost in (costs.compute, *costs.restore.values()))
+    assert costs.load.keys() == {"disk"} and costs.load["disk"] > 0 and costs.overhead > 0
 
 
 def test_both_calibrations_are_kept_beside_one_another_and_damage_is_nothing(path, model):
@@ -181,12 +181,12 @@ def test_both_calibrations_are_kept_beside_one_another_and_damage_is_nothing(pat
         plant(store, model, SLOW_DISK)
         store.calibrate(model, passages=2, tokens=64, suffix=8, repeats=1, progress=False)
         file = path / "calibrations.json"
-        kept = json.loads(file.read_text())
-        assert Counter(name.split()[0] == "prefix" for name in kept) == {True: 1, False: 1}
+        records = json.loads(file.read_text())
+        assert Counter(name.split()[0] == "prefix" for name in records) == {True: 1, False: 1}
         assert ask(model, store).reason == reasons.SLOWER
-    (name,) = [name for name in kept if name.startswith("prefix")]
+    (name,) = [name for name in records if name.startswith("prefix")]
     for damaged in ([{"tokens": 1}], [{"tokens": 160, "compute": "x", "restore": {"disk": 1}}], 3, [7]):
-        file.write_text(json.dumps(kept | {name: damaged}))
+        file.write_text(json.dumps(records | {name: damaged}))
         with KVStore(path, engine="posix") as store:
             assert ask(model, store).tokens_restored > 0
 

@@ -37,11 +37,11 @@ def test_the_planted_device_refuses_what_a_gpu_refuses():
 @pytest.mark.parametrize("shape", ["one", "rows", "list"])
 def test_prompts_are_stored_found_and_brought_into_memory(model, tmp_path, shape):
     first, second = prompt(100), prompt(100, seed=2)
-    asked = {"one": first[0], "rows": torch.cat([first, second]), "list": [first[0], second[0]]}[shape]
-    there = [on_device(ids) for ids in asked] if shape == "list" else on_device(asked)
+    given_ids = {"one": first[0], "rows": torch.cat([first, second]), "list": [first[0], second[0]]}[shape]
+    device_ids = [on_device(ids) for ids in given_ids] if shape == "list" else on_device(given_ids)
     with KVStore(tmp_path) as store:
-        assert store.precompute(model, there, progress=False).stored == 96 * (1 if shape == "one" else 2)
-        assert store.precompute(model, asked, progress=False).stored == 0
+        assert store.precompute(model, device_ids, progress=False).stored == 96 * (1 if shape == "one" else 2)
+        assert store.precompute(model, given_ids, progress=False).stored == 0
         store.clear()
         assert store.lookup(model, on_device(first)).bytes["disk"] > 0
         assert store.warm(model, on_device(first), progress=False).bytes["disk"] == 0
@@ -49,11 +49,11 @@ def test_prompts_are_stored_found_and_brought_into_memory(model, tmp_path, shape
 
 @pytest.mark.parametrize("method", [CacheTune(), CacheTune.paper()], ids=["tune", "paper"])
 def test_passages_are_stored_and_found(model, tmp_path, method):
-    asked = torch.cat([*PASSAGES[::-1], prompt(20)[0]])
+    ids = torch.cat([*PASSAGES[::-1], prompt(20)[0]])
     with KVStore(tmp_path) as store:
-        there = [on_device(PASSAGES[0]), PASSAGES[1], on_device(PASSAGES[2])]
-        assert store.precompute(model, there, passages=True, method=method, progress=False).stored == 192
-        assert store.lookup(model, on_device(asked), method=method).stored > 0
+        device_passages = [on_device(PASSAGES[0]), PASSAGES[1], on_device(PASSAGES[2])]
+        assert store.precompute(model, device_passages, passages=True, method=method, progress=False).stored == 192
+        assert store.lookup(model, on_device(ids), method=method).stored > 0
 
 
 @pytest.mark.parametrize("method", [None, ContiguousKV(0.25)], ids=["exact", "contiguous_kv"])
@@ -81,9 +81,9 @@ def test_a_session_serves_ids_on_the_device(tmp_path):
     model, ids = build("llama"), prompt(100)
     model.model.embed_tokens.__class__ = Moving
     with KVStore(tmp_path) as store, tiered(model, store) as session, torch.no_grad():
-        for restored in (0, 96):
+        for tokens_restored in (0, 96):
             cache = session._new_cache()
             for more in (ids, prompt(1, seed=5)):
                 model(input_ids=on_device(more), past_key_values=cache, use_cache=True, logits_to_keep=1)
-            assert cache.stats.tokens_restored == restored
+            assert cache.stats.tokens_restored == tokens_restored
             cache.store_now()

@@ -30,17 +30,17 @@ def costs(compute=1e-3, load=1e-3, tokens=320):
 
 def test_factors_move_by_bounded_steps_to_the_observed_times(root):
     with KVStore(root, engine="posix") as store:
-        storage, found = storage_of(store), []
+        storage, factors = storage_of(store), []
         for _ in range(12):  # computing takes twice, loading half as long as calibrated
             before = cost_factors(storage, MODEL, CPU)
             renew_costs(storage, MODEL, CPU, {"compute": 2 / before.compute, "load": 0.5 / before.load})
-            found.append(cost_factors(storage, MODEL, CPU))
-            for now, then in ((found[-1].compute, before.compute), (found[-1].load, before.load)):
-                assert 1 / 1.25 - 1e-9 <= now / then <= 1.25 + 1e-9
-        assert found[0] == CostFactors(1.25, 0.8)
-        assert found[-1].compute == pytest.approx(2, rel=0.02) and found[-1].load == pytest.approx(0.5, rel=0.02)
+            factors.append(cost_factors(storage, MODEL, CPU))
+            for factor, earlier_factor in ((factors[-1].compute, before.compute), (factors[-1].load, before.load)):
+                assert 1 / 1.25 - 1e-9 <= factor / earlier_factor <= 1.25 + 1e-9
+        assert factors[0] == CostFactors(1.25, 0.8)
+        assert factors[-1].compute == pytest.approx(2, rel=0.02) and factors[-1].load == pytest.approx(0.5, rel=0.02)
         renew_costs(storage, MODEL, CPU, {})
-        assert cost_factors(storage, MODEL, CPU) == found[-1]
+        assert cost_factors(storage, MODEL, CPU) == factors[-1]
         for _ in range(40):
             renew_costs(storage, MODEL, CPU, {"compute": 1e9, "load": 0.0})
         assert cost_factors(storage, MODEL, CPU).compute == 8
@@ -62,8 +62,8 @@ def test_damaged_factors_are_none(root, record):
         renew_costs(storage, MODEL, CPU, {"compute": 2.0, "load": 2.0})
         (name,) = [name for name in storage.calibrations.read() if name.startswith("factors")]
         keep_records(storage, name, [record])
-        found = cost_factors(storage, MODEL, CPU)
-        assert found in (CostFactors(), CostFactors(load=1))
+        factors = cost_factors(storage, MODEL, CPU)
+        assert factors in (CostFactors(), CostFactors(load=1))
 
 
 def test_factors_that_are_no_list_are_none(root):
@@ -75,10 +75,10 @@ def test_factors_that_are_no_list_are_none(root):
 
 
 def test_costs_are_scaled(root):
-    found = costs().scaled(CostFactors(2.0, 3.0))
-    assert found.computing(320) == pytest.approx(2 * costs().computing(320)) and found.overhead == 2e-4
-    assert found.loading("disk") == pytest.approx(3e-3) and found.restore["disk"] == pytest.approx(3e-3)
-    assert found.loading("host") == costs().loading("host")
+    scaled_costs = costs().scaled(CostFactors(2.0, 3.0))
+    assert scaled_costs.computing(320) == pytest.approx(2 * costs().computing(320)) and scaled_costs.overhead == 2e-4
+    assert scaled_costs.loading("disk") == pytest.approx(3e-3) and scaled_costs.restore["disk"] == pytest.approx(3e-3)
+    assert scaled_costs.loading("host") == costs().loading("host")
 
 
 @pytest.mark.parametrize(("wrong", "grows"), [(0.01, True), (100.0, False)])
@@ -108,15 +108,15 @@ def returning(compute, loading, stored, tokens=2048, layers=24, step=64):
     ends = np.arange(step, tokens + step, step)
     loads = tuple(Load((layer,), ends, np.full(len(ends), step * loading / layers)) for layer in range(layers))
     streams = Streams(tokens, 32 * compute / layers, lambda n: n * compute / layers, 0.0, loads)
-    every = recompute_lengths(tokens, RATIOS[:-1], layers, step=step)
-    return streams.seconds(np.maximum(every, recompute_lengths(tokens, stored, layers, step=step))).min()
+    lengths = recompute_lengths(tokens, RATIOS[:-1], layers, step=step)
+    return streams.seconds(np.maximum(lengths, recompute_lengths(tokens, stored, layers, step=step))).min()
 
 
 @pytest.mark.parametrize("load", [0.25e-3, 0.5e-3, 1e-3, 2e-3])
 @pytest.mark.parametrize("slower", [1.0, 1.3, 1.5])
 def test_what_is_not_stored_delays_no_return_if_computing_is_somewhat_slower(load, slower):
-    known = PrefixCosts(2048, 1e-3, {"disk": load}, {"disk": load}, 32e-3)
-    stored = idle_recompute_ratio(2048, 24, known, 1.0, 64)
+    prefix_costs = PrefixCosts(2048, 1e-3, {"disk": load}, {"disk": load}, 32e-3)
+    stored = idle_recompute_ratio(2048, 24, prefix_costs, 1.0, 64)
     assert (stored > 0) == (load > 0.25e-3)  # which would save less than 15 %
     assert returning(slower * 1e-3, load, stored) <= 1.02 * returning(slower * 1e-3, load, 0.0)
 

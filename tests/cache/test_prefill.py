@@ -48,15 +48,15 @@ def model():
 @pytest.fixture
 def pieces(monkeypatch):
     """Return the number of columns of each pass that ran attention over a streamed prefix, at the first such layer."""
-    seen = []
+    lengths = []
 
-    def attend(self, layer, call, *rest, real=StreamedPrefix.attend):
+    def attend(self, layer, call, *args, real=StreamedPrefix.attend):
         if layer == self._layers[0]:
-            seen.append(call.query.shape[2])
-        return real(self, layer, call, *rest)
+            lengths.append(call.query.shape[2])
+        return real(self, layer, call, *args)
 
     monkeypatch.setattr(StreamedPrefix, "attend", attend)
-    return seen
+    return lengths
 
 
 def ask(model, store, ids, method=METHOD, cache=None, **kwargs):
@@ -74,15 +74,15 @@ def test_the_prompt_is_computed_as_at_once(family, tmp_path, pieces):
     model, ids = build(family), prompt(TOKENS)
     expected = model.generate(ids, past_key_values=DynamicCache(config=model.config), **GREEDY)
     with KVStore(tmp_path, engine="posix") as store:
-        found, cache = ask(model, store, ids)
-        close(found.logits[0], expected.logits[0])
+        output, cache = ask(model, store, ids)
+        close(output.logits[0], expected.logits[0])
         assert pieces == [128, 128, 128, 128, 60]
         assert cache.stats.tokens_computed == TOKENS + NEW - 1 and cache.stats.tokens_restored == 0
         assert cache.stats.tokens_stored == TOKENS // 16 * 16
         again, exact = ask(model, store, ids, method=None)  # whoever comes next finds KV like any other
         assert exact.stats.tokens_restored == TOKENS // 16 * 16
-    for ours, theirs in zip(again.logits, expected.logits, strict=True):
-        close(ours, theirs)
+    for logits, expected_logits in zip(again.logits, expected.logits, strict=True):
+        close(logits, expected_logits)
 
 
 @pytest.mark.parametrize("exact_from", [0, 112, 500])
@@ -90,8 +90,8 @@ def test_the_last_piece_is_exact_however_short(exact_from, model, tmp_path, piec
     ids = prompt(TOKENS)
     expected = model.generate(ids, past_key_values=DynamicCache(), **GREEDY)
     with KVStore(tmp_path, engine="posix") as store:
-        found, cache = ask(model, store, ids, KVDrive(0.2, local=16, prefill_tokens=PIECE, exact_from=exact_from))
-    close(found.logits[0], expected.logits[0])
+        output, cache = ask(model, store, ids, KVDrive(0.2, local=16, prefill_tokens=PIECE, exact_from=exact_from))
+    close(output.logits[0], expected.logits[0])
     assert pieces == [128, 128, 128, 112, 76]
     assert cache.stats.tokens_stored == TOKENS // 16 * 16
 
@@ -100,8 +100,8 @@ def test_later_tokens_attend_to_what_their_windows_say(model, tmp_path, monkeypa
     ids, steps = prompt(TOKENS), []
     kv = exact_kv(model, ids)
 
-    def reselect(self, layer, rows, query, keys, *rest, real=DecodeSelection.reselect):
-        real(self, layer, rows, query, keys, *rest)
+    def reselect(self, layer, rows, query, keys, *args, real=DecodeSelection.reselect):
+        real(self, layer, rows, query, keys, *args)
         steps.append((layer, rows[0].window.columns, keys.clone()))
 
     monkeypatch.setattr(DecodeSelection, "reselect", reselect)
@@ -110,8 +110,8 @@ def test_later_tokens_attend_to_what_their_windows_say(model, tmp_path, monkeypa
     before = TOKENS - 60
     assert len(steps) == (NEW - 1) * model.config.num_hidden_layers
     for layer, columns, keys in steps:
-        held = tokens_in(columns, METHOD, before)
-        for head, tokens in enumerate(held):
+        selected_tokens = tokens_in(columns, METHOD, before)
+        for head, tokens in enumerate(selected_tokens):
             expected = kv[layer][0][0, head, [*tokens, *range(before, TOKENS)]]
             close(keys[0, head, : len(expected)], expected)
 
@@ -126,8 +126,8 @@ def test_memory_holds_a_piece(model, tmp_path, monkeypatch):
     """Memory also holds the budget with room to grow, but not the prompt."""
     most = []
 
-    def extend(self, *given, real=KVBuffer.extend):
-        views = real(self, *given)
+    def extend(self, *args, real=KVBuffer.extend):
+        views = real(self, *args)
         most.append(self._keys.shape[2])
         return views
 
@@ -149,8 +149,8 @@ def test_rows_of_other_lengths(model, tmp_path, pieces):
     mask[1, :111] = 0
     expected = model.generate(rows, attention_mask=mask, past_key_values=DynamicCache(), **GREEDY)
     with KVStore(tmp_path, engine="posix") as store:
-        found, cache = ask(model, store, rows, attention_mask=mask)
-        close(found.logits[0], expected.logits[0])
+        output, cache = ask(model, store, rows, attention_mask=mask)
+        close(output.logits[0], expected.logits[0])
         assert len(pieces) >= 4
         again = cache.stats.tokens_computed - (2 * (TOKENS + NEW - 1) - 111)
         assert 0 <= again <= 2 * 15 * len(pieces)  # rows begin with other parts of 16 tokens
@@ -163,8 +163,8 @@ def test_beams_begin_from_the_same_pieces(model, tmp_path):
     ids, kwargs = prompt(TOKENS), {"do_sample": False, "max_new_tokens": 1, "num_beams": 3}
     with KVStore(tmp_path, engine="posix") as store:
         cache = TieredCache(model, store, method=METHOD, progress=False)
-        found = model.generate(ids, past_key_values=cache, **kwargs)
-    assert torch.equal(found, model.generate(ids, past_key_values=DynamicCache(), **kwargs))
+        output = model.generate(ids, past_key_values=cache, **kwargs)
+    assert torch.equal(output, model.generate(ids, past_key_values=DynamicCache(), **kwargs))
 
 
 def test_other_methods_stream_too(model, tmp_path, pieces):
@@ -173,13 +173,13 @@ def test_other_methods_stream_too(model, tmp_path, pieces):
     class Streaming(ContiguousKV):
         exact_from, observed = 16, 16
 
-    ids, asked = prompt(TOKENS), torch.cat([prompt(TOKENS), prompt(40, seed=5)], dim=1)
-    expected = model.generate(asked, past_key_values=DynamicCache(), **GREEDY)
+    ids, longer_ids = prompt(TOKENS), torch.cat([prompt(TOKENS), prompt(40, seed=5)], dim=1)
+    expected = model.generate(longer_ids, past_key_values=DynamicCache(), **GREEDY)
     with KVStore(tmp_path, engine="posix") as store:
         ask(model, store, ids, method=None)
-        found, _ = ask(model, store, asked, Streaming(0.2, period=2))
+        output, _ = ask(model, store, longer_ids, Streaming(0.2, period=2))
     assert pieces == [52]
-    close(found.logits[0], expected.logits[0])
+    close(output.logits[0], expected.logits[0])
 
 
 def test_short_questions_choose(model, tmp_path, pieces):
@@ -197,8 +197,8 @@ def test_a_second_request_computes_no_piece_again(model, tmp_path, pieces):
     pieces.clear()
     with KVStore(tmp_path, engine="posix") as store:
         expected = model.generate(ids, past_key_values=DynamicCache(), **GREEDY)
-        found, cache = ask(model, store, ids)
-        close(found.logits[0], expected.logits[0])
+        output, cache = ask(model, store, ids)
+        close(output.logits[0], expected.logits[0])
         assert cache.stats.tokens_restored == 400 and cache.stats.tokens_computed == 300 + NEW - 1
         assert pieces == [128, 128, 44]
 
@@ -208,15 +208,15 @@ def test_what_is_not_stored_is_computed_at_once(option, model, tmp_path, pieces)
     ids = prompt(TOKENS)
     expected = model.generate(ids, past_key_values=DynamicCache(), **GREEDY)
     with KVStore(tmp_path, engine="posix") as store:
-        found, _ = ask(model, store, ids, cache=TieredCache(model, store, method=METHOD, **option))
-    assert not pieces and torch.equal(found.sequences, expected.sequences)
+        output, _ = ask(model, store, ids, cache=TieredCache(model, store, method=METHOD, **option))
+    assert not pieces and torch.equal(output.sequences, expected.sequences)
 
 
 def test_all_logits_at_once(model, tmp_path, pieces):
     ids = prompt(TOKENS)
     with KVStore(tmp_path, engine="posix") as store, torch.no_grad():
-        found = model(input_ids=ids, past_key_values=TieredCache(model, store, method=METHOD)).logits
-        assert not pieces and torch.equal(found, model(input_ids=ids, past_key_values=DynamicCache()).logits)
+        logits = model(input_ids=ids, past_key_values=TieredCache(model, store, method=METHOD)).logits
+        assert not pieces and torch.equal(logits, model(input_ids=ids, past_key_values=DynamicCache()).logits)
 
 
 def test_frequencies_that_depend_on_the_length_are_those_of_the_whole(tmp_path, pieces):
@@ -225,9 +225,9 @@ def test_frequencies_that_depend_on_the_length_are_those_of_the_whole(tmp_path, 
     model, ids = build("llama", rope_parameters=rope), prompt(TOKENS)
     expected = model.generate(ids, past_key_values=DynamicCache(), **GREEDY)
     with KVStore(tmp_path, engine="posix") as store:
-        found, _ = ask(model, store, ids)
+        output, _ = ask(model, store, ids)
     assert not pieces
-    close(found.logits[0], expected.logits[0])
+    close(output.logits[0], expected.logits[0])
 
 
 # --- faults
@@ -238,20 +238,20 @@ def test_a_store_without_room(tmp_path, caplog):
     ids = prompt(TOKENS)
     expected = model.generate(ids, past_key_values=DynamicCache(), **GREEDY)
     with KVStore(tmp_path, engine="posix", disk_quota="1MiB") as store:
-        found, cache = ask(model, store, ids)
-        close(found.logits[0], expected.logits[0])
+        output, cache = ask(model, store, ids)
+        close(output.logits[0], expected.logits[0])
         assert "quota" in cache.stats.reason or "room" in cache.stats.reason
 
 
-@pytest.mark.parametrize("which", [0, 2])
-def test_a_piece_that_is_lost_under_way_is_computed_again(which, tmp_path, monkeypatch):
+@pytest.mark.parametrize("piece_index", [0, 2])
+def test_a_piece_that_is_lost_under_way_is_computed_again(piece_index, tmp_path, monkeypatch):
     model = build_deep("qwen2")
     ids, lost = prompt(TOKENS), []
     expected = model.generate(ids, past_key_values=DynamicCache(), **GREEDY)
 
-    def attend(self, layer, query, *rest, real=StreamedPrefix.attend):
+    def attend(self, layer, query, *args, real=StreamedPrefix.attend):
         if not lost and len(self._runs[0][1].row.group.pieces) == 4 and layer == 3:
-            piece = self._runs[0][1].row.group.pieces[which]
+            piece = self._runs[0][1].row.group.pieces[piece_index]
             lost.append(piece.reader.id)
             path = store._storage.disk.path(piece.reader.id)
             changed = path.stat().st_mtime_ns
@@ -259,24 +259,24 @@ def test_a_piece_that_is_lost_under_way_is_computed_again(which, tmp_path, monke
                 file.seek(piece.reader.header.blocks.offset)
                 file.write(b"\xa5" * piece.reader.shape.blocks_bytes)
             os.utime(path, ns=(changed, changed))  # as by a disk that decays, not by a program
-        return real(self, layer, query, *rest)
+        return real(self, layer, query, *args)
 
     monkeypatch.setattr(StreamedPrefix, "attend", attend)
     with KVStore(tmp_path, engine="posix", host_memory=0) as store:
-        found, cache = ask(model, store, ids)
+        output, cache = ask(model, store, ids)
         assert lost and cache.stats.details.recomputed == 1 and lost[0] in {row.id for row in store.segments()}  # anew
-    close(found.logits[0], expected.logits[0])
+    close(output.logits[0], expected.logits[0])
 
 
 def test_an_interrupt_loses_no_piece(tmp_path, monkeypatch):
     model = build_deep("qwen2")
     ids, passes = prompt(TOKENS), []
 
-    def attend(self, layer, query, *rest, real=StreamedPrefix.attend):
+    def attend(self, layer, query, *args, real=StreamedPrefix.attend):
         passes.append(layer)
         if len(passes) == 9:
             raise KeyboardInterrupt
-        return real(self, layer, query, *rest)
+        return real(self, layer, query, *args)
 
     monkeypatch.setattr(StreamedPrefix, "attend", attend)
     with KVStore(tmp_path, engine="posix") as store:
@@ -284,9 +284,9 @@ def test_an_interrupt_loses_no_piece(tmp_path, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             ask(model, store, ids, cache=cache)
         assert cache.get_seq_length() == 0
-        found, _ = ask(model, store, ids, cache=cache)
+        output, _ = ask(model, store, ids, cache=cache)
         assert cache.stats.tokens_restored == 2 * PIECE
-    close(found.logits[0], model.generate(ids, past_key_values=DynamicCache(), **GREEDY).logits[0])
+    close(output.logits[0], model.generate(ids, past_key_values=DynamicCache(), **GREEDY).logits[0])
 
 
 @pytest.mark.parametrize(
@@ -325,40 +325,40 @@ def test_parts_make_the_whole(heads, dims, queries, cuts, masked, dtype, seed):
 
     query = draw(2, heads[0], queries, dims[0])
     keys, values = (draw(2, heads[1], queries + sum(cuts), dim) for dim in dims)
-    seen = torch.ones(queries, queries, dtype=torch.bool).tril()
-    mask = seen.expand(2, 1, -1, -1) if masked else None
-    found = partial_attention.attention(
+    causal = torch.ones(queries, queries, dtype=torch.bool).tril()
+    mask = causal.expand(2, 1, -1, -1) if masked else None
+    partial = partial_attention.attention(
         query, keys[:, :, :queries], values[:, :, :queries], None, mask, causal=not masked and queries > 1
     )
     at = queries
     for count in cuts:
         for row in range(2):
-            some = slice(row, row + 1)
+            rows = slice(row, row + 1)
             run = slice(at, at + count)
-            found.join(some, partial_attention.attention(query[some], keys[some, :, run], values[some, :, run], None))
+            partial.join(rows, partial_attention.attention(query[rows], keys[rows, :, run], values[rows, :, run], None))
         at += count
-    every = torch.cat([seen, torch.ones(queries, sum(cuts), dtype=torch.bool)], 1)
+    full_mask = torch.cat([causal, torch.ones(queries, sum(cuts), dtype=torch.bool)], 1)
     wide = (t.float().repeat_interleave(heads[0] // heads[1], 1) for t in (keys, values))
-    expected = torch.nn.functional.scaled_dot_product_attention(query.float(), *wide, attn_mask=every)
-    torch.testing.assert_close(found.output, expected, rtol=0, atol=1e-5 if dtype == torch.float32 else 3e-2)
+    expected = torch.nn.functional.scaled_dot_product_attention(query.float(), *wide, attn_mask=full_mask)
+    torch.testing.assert_close(partial.output, expected, rtol=0, atol=1e-5 if dtype == torch.float32 else 3e-2)
 
 
 @pytest.mark.parametrize("kernel", ["flash", "efficient", "plain"])
 def test_the_gpu_says_which_kernel_it_has(kernel, monkeypatch):
     """A GPU of capability 7.5 has no flash attention, and none for bfloat16, in any build of PyTorch."""
-    called, query = [], torch.randn(1, 2, 4, 8, dtype=torch.bfloat16)
+    kernels_run, query = [], torch.randn(1, 2, 4, 8, dtype=torch.bfloat16)
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
-    monkeypatch.setattr(torch.backends.cuda, "SDPAParams", lambda *given: given)
+    monkeypatch.setattr(torch.backends.cuda, "SDPAParams", lambda *args: args)
     for name in ("flash", "efficient"):
 
-        def run(query, *rest, name=name, **settings):
-            called.append(name)
+        def run(query, *args, name=name, **settings):
+            kernels_run.append(name)
             return query, query[..., 0]
 
         monkeypatch.setattr(torch.ops.aten, f"_scaled_dot_product_{name}_attention", run)
-        monkeypatch.setattr(torch.backends.cuda, f"can_use_{name}_attention", lambda given, name=name: name == kernel)
+        monkeypatch.setattr(torch.backends.cuda, f"can_use_{name}_attention", lambda params, name=name: name == kernel)
     partial_attention.attention(*[on_device(query)] * 3, None)
-    assert called == ([] if kernel == "plain" else [kernel])
+    assert kernels_run == ([] if kernel == "plain" else [kernel])
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -366,10 +366,10 @@ def test_plain_arithmetic_is_the_kernel(masked, monkeypatch):
     monkeypatch.setattr(partial_attention, "_LARGEST", 100)
     query, keys, values = torch.randn(3, 2, 4, 33, 16)
     mask = torch.zeros(1, 1, 33, 33).masked_fill_(torch.rand(33, 33).tril() + torch.eye(33) <= 0.3, -torch.inf)
-    given = query, keys, values, 0.25, mask if masked else None, not masked
-    ours, kernel = partial_attention._plain_attention(*given), partial_attention.attention(*given)
-    torch.testing.assert_close(ours.output, kernel.output, rtol=0, atol=1e-5)
-    torch.testing.assert_close(ours.log_total, kernel.log_total, rtol=0, atol=1e-5)
+    arguments = query, keys, values, 0.25, mask if masked else None, not masked
+    plain, kernel = partial_attention._plain_attention(*arguments), partial_attention.attention(*arguments)
+    torch.testing.assert_close(plain.output, kernel.output, rtol=0, atol=1e-5)
+    torch.testing.assert_close(plain.log_total, kernel.log_total, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("chunk", [1, 16])
@@ -379,9 +379,9 @@ def test_a_row_may_begin_after_the_first_chunk(model, store, chunk):
     arguments = {**GREEDY, "attention_mask": (ids > 0).long(), "prefill_chunk_size": chunk}
     expected = model.generate(ids, past_key_values=DynamicCache(config=model.config), **arguments)
     for stored in (48 + 16, 0):
-        found, cache = ask(model, store, ids, method=None, **arguments)
-        assert torch.equal(found.sequences, expected.sequences)
-        close(found.logits[0], expected.logits[0])
+        output, cache = ask(model, store, ids, method=None, **arguments)
+        assert torch.equal(output.sequences, expected.sequences)
+        close(output.logits[0], expected.logits[0])
         assert cache.stats.tokens_restored + cache.stats.tokens_computed == 52 + 20 + 2 * (NEW - 1)
         assert (cache.stats.tokens_restored > 0) == (chunk > 1 and not stored)
         cache.store_now()

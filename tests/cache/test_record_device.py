@@ -63,10 +63,10 @@ def record(model, path, stream, monkeypatch, **options):
 def test_files_are_those_of_the_cpu_byte_for_byte(model, tmp_path, monkeypatch, codec):
     stream, sums = Sidecars(), []
     monkeypatch.setattr(device_module, "lin64", lambda blocks: sums.append(stream.depth) or lin64(blocks))
-    there = record(model, tmp_path / "there", stream, monkeypatch, codec=codec)
-    here = record(model, tmp_path / "here", CopyStream(), monkeypatch, codec=codec)
-    assert len(here) >= 2
-    assert there == here
+    device_files = record(model, tmp_path / "there", stream, monkeypatch, codec=codec)
+    cpu_files = record(model, tmp_path / "here", CopyStream(), monkeypatch, codec=codec)
+    assert len(cpu_files) >= 2
+    assert device_files == cpu_files
     assert sums and all(sums)  # each on the side stream
 
 
@@ -93,7 +93,7 @@ class Beds:
     def nbytes(self):
         return sum(memory.numel() for memory in list(self.alive))
 
-    def pending(self, seed, nbytes=SIZE, kept=None, refused=lambda _: None):
+    def pending(self, seed, nbytes=SIZE, on_device=None, refused=lambda _: None):
         header, chain, blocks = segment(hashes(8, seed))
         memory = torch.zeros(nbytes, dtype=torch.uint8)
         self.alive.add(memory)
@@ -106,10 +106,10 @@ class Beds:
                 yield PackedBlocks(down, lin64(group).numpy())
                 down.zero_()
 
-        made = PendingSegment(
-            header, chain, block_groups, (), refused, on_device=kept or KeptOnDevice(nbytes, torch.device("cpu"))
+        pending_segment = PendingSegment(
+            header, chain, block_groups, (), refused, on_device=on_device or KeptOnDevice(nbytes, torch.device("cpu"))
         )
-        return made, blocks
+        return pending_segment, blocks
 
 
 def until(condition):
@@ -170,17 +170,17 @@ def test_what_waits_behind_a_slow_disk_keeps_within_its_memory_and_is_whole(tmp_
 
 
 def test_a_segment_larger_than_the_bound_leaves_the_gpu_before_the_disk_is_done(tmp_path, slow):
-    beds, store, held = Beds(), open_store(tmp_path), []
+    beds, store, nbytes = Beds(), open_store(tmp_path), []
     writing = Writer(store, device_bytes=SIZE)
     pending, blocks = beds.pending("large", 2 * SIZE)
     name = pending.header.id
     writing.submit(pending)
     del pending
     assert (writing.queued_device_bytes, beds.nbytes) == (2 * SIZE, 2 * SIZE)
-    slow.note = lambda: held.append(beds.nbytes)
+    slow.note = lambda: nbytes.append(beds.nbytes)
     slow.let.release(1000)
     writing.flush()
-    assert held == [2 * SIZE, 0]  # while each of its two block groups was written
+    assert nbytes == [2 * SIZE, 0]  # while each of its two block groups was written
     assert all(torch.equal(a, b) for a, b in zip(read_back(store, name), blocks, strict=True))
     writing.close()
 
@@ -188,9 +188,9 @@ def test_a_segment_larger_than_the_bound_leaves_the_gpu_before_the_disk_is_done(
 def test_rows_that_lie_in_the_same_tensors_count_once(tmp_path, slow):
     beds, store = Beds(), open_store(tmp_path)
     writing = Writer(store, device_bytes=SIZE)
-    kept = KeptOnDevice(SIZE, torch.device("cpu"))
+    on_device = KeptOnDevice(SIZE, torch.device("cpu"))
     for seed in "abc":
-        writing.submit(beds.pending(seed, kept=kept)[0], wait=False)
+        writing.submit(beds.pending(seed, on_device=on_device)[0], wait=False)
     assert writing.queued_device_bytes == SIZE
     slow.let.release(1000)
     writing.flush()

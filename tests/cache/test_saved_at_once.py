@@ -29,11 +29,11 @@ CPU, MODEL = torch.device("cpu"), "0" * 32
 @pytest.fixture
 def both(tmp_path, monkeypatch):
     """Return a function that saves in one process, and in another one right before the first takes the store's lock."""
-    with KVStore(tmp_path, engine="posix") as store, KVStore(tmp_path, engine="posix") as other:
-        storage, other_storage = storage_of(store), storage_of(other)
+    with KVStore(tmp_path, engine="posix") as store, KVStore(tmp_path, engine="posix") as other_store:
+        storage, other_storage = storage_of(store), storage_of(other_store)
         locked = storage.disk.backend.locked
 
-        def save(one, another):
+        def save(first_save, another):
             @contextmanager
             def late():
                 monkeypatch.setattr(storage.disk.backend, "locked", locked)
@@ -42,7 +42,7 @@ def both(tmp_path, monkeypatch):
                     yield
 
             monkeypatch.setattr(storage.disk.backend, "locked", late)
-            one(storage)
+            first_save(storage)
             return storage
 
         yield save

@@ -112,16 +112,16 @@ def test_without_a_calibration_earlier_prompts_of_the_process_tell(root):
     assert stats.seconds_saved == pytest.approx(pace * 320 - restoring(stats))
 
 
-@pytest.mark.parametrize(("tokens", "known"), [(340, False), (320 + 256, True)])
-def test_else_the_tokens_that_the_prompt_computed(root, tokens, known):
+@pytest.mark.parametrize(("tokens", "is_known"), [(340, False), (320 + 256, True)])
+def test_else_the_tokens_that_the_prompt_computed(root, tokens, is_known):
     """20 computed tokens would show the fixed costs of a pass."""
     model, began = fill(root), time.perf_counter()
     with KVStore(root, engine="posix") as store:
         stats = ask(model, store, prompt(tokens))
     took = time.perf_counter() - began
     assert stats.tokens_restored == 320
-    assert (stats.seconds_saved != 0) == known
-    assert stats.seconds_saved + restoring(stats) * known <= took * 320 / 256
+    assert (stats.seconds_saved != 0) == is_known
+    assert stats.seconds_saved + restoring(stats) * is_known <= took * 320 / 256
 
 
 def test_sums_add_it_up(root):

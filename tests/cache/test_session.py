@@ -237,10 +237,10 @@ def greedy_search(model, input_ids, generation_config, **kwargs):
     return ids
 
 
-@pytest.mark.parametrize("given", ["function", "folder"])
-def test_custom_generate_is_counted_and_uses_a_cache_that_it_is_given(model, store, tmp_path, given):
+@pytest.mark.parametrize("kind", ["function", "folder"])
+def test_custom_generate_is_counted_and_uses_a_cache_that_it_is_given(model, store, tmp_path, kind):
     how = {"custom_generate": greedy_search}
-    if given == "folder":
+    if kind == "folder":
         (tmp_path / "repo" / "custom_generate").mkdir(parents=True)
         (tmp_path / "repo" / "custom_generate" / "generate.py").write_text(
             "def generate(model, input_ids, max_new_tokens, **kwargs):\n"
@@ -253,11 +253,11 @@ def test_custom_generate_is_counted_and_uses_a_cache_that_it_is_given(model, sto
         assert torch.equal(model.generate(input_ids=prompt(70), **how, **GREEDY), plain)
         assert session.stats.reasons == {reasons.bypassed("custom_generate"): 1}
         assert session.stats.requests == 1
-        for restored in (0, 64):
+        for tokens_restored in (0, 64):
             cache = TieredCache(model, store)
-            ours = model.generate(input_ids=prompt(70), past_key_values=cache, **how, **GREEDY)
-            assert torch.equal(ours, plain)
-            assert cache.stats.tokens_restored == restored
+            output = model.generate(input_ids=prompt(70), past_key_values=cache, **how, **GREEDY)
+            assert torch.equal(output, plain)
+            assert cache.stats.tokens_restored == tokens_restored
         assert session.stats.requests == 1
 
 
@@ -279,17 +279,17 @@ def dola(model, input_ids, generation_config, **kwargs):
     """Decode as DoLa does: by the difference to the logits of an early layer."""
     cache, ids = given_cache(kwargs), input_ids
     for _ in range(generation_config.max_new_tokens):
-        done = model(ids[:, cache.get_seq_length() :], past_key_values=cache, output_hidden_states=True)
-        early = model.lm_head(model.model.norm(done.hidden_states[1][:, -1]))
-        ids = torch.cat([ids, (done.logits[:, -1] - early).argmax(-1, keepdim=True)], dim=1)
+        outputs = model(ids[:, cache.get_seq_length() :], past_key_values=cache, output_hidden_states=True)
+        early = model.lm_head(model.model.norm(outputs.hidden_states[1][:, -1]))
+        ids = torch.cat([ids, (outputs.logits[:, -1] - early).argmax(-1, keepdim=True)], dim=1)
     return ids
 
 
 @pytest.mark.parametrize(
-    ("decode", "how", "restored"),
+    ("decode", "how", "tokens_restored"),
     [(contrastive_search, {"penalty_alpha": 0.6, "top_k": 4}, 64), (dola, {"dola_layers": "low"}, 0)],
 )
-def test_modes_that_transformers_keeps_in_repositories(model, store, monkeypatch, decode, how, restored):
+def test_modes_that_transformers_keeps_in_repositories(model, store, monkeypatch, decode, how, tokens_restored):
     def of_a_repository(model, **arguments):
         return GenerationMixin.generate(model, custom_generate=decode, **arguments)
 
@@ -300,8 +300,8 @@ def test_modes_that_transformers_keeps_in_repositories(model, store, monkeypatch
         with tiered(model, store) as session:
             for _ in range(2):
                 assert torch.equal(model.generate(prompt(70), **how), plain)
-            assert (session.stats.requests, session.stats.tokens_restored) == (2, restored)
-            assert restored or session.stats.reasons == {reasons.ALL_STATES: 2}
+            assert (session.stats.requests, session.stats.tokens_restored) == (2, tokens_restored)
+            assert tokens_restored or session.stats.reasons == {reasons.ALL_STATES: 2}
 
 
 def test_a_replaced_generate_that_makes_its_own_cache_is_counted(model, store):
@@ -365,14 +365,14 @@ def test_plain_forward_passes_use_no_store(model, store):
 
 
 def in_pages(model, **more):
-    done = model.generate_batch(
+    outputs = model.generate_batch(
         inputs=[row.tolist() for row in prompt(40, rows=2)],
         generation_config=GenerationConfig(eos_token_id=-1, **GREEDY),
         continuous_batching_config=ContinuousBatchingConfig(num_blocks=16, block_size=16, max_batch_tokens=128),
         progress_bar=False,
         **more,
     )
-    return [output.generated_tokens for _, output in sorted(done.items())]
+    return [output.generated_tokens for _, output in sorted(outputs.items())]
 
 
 def test_generate_batch_says_that_it_ignores_a_cache(model, store, caplog):
@@ -476,10 +476,10 @@ def test_sessions_that_overlap_end_in_any_order(model, tmp_path):
 
 
 def test_two_models_have_sessions_of_their_own(store):
-    one, two = lively(seed=1), lively(seed=2)
-    with tiered(one, store) as first, tiered(two, store) as second:
-        one.generate(prompt(70), **GREEDY)
-        two.generate(prompt(70), **GREEDY)
+    first_model, second_model = lively(seed=1), lively(seed=2)
+    with tiered(first_model, store) as first, tiered(second_model, store) as second:
+        first_model.generate(prompt(70), **GREEDY)
+        second_model.generate(prompt(70), **GREEDY)
         assert (first.stats.requests, second.stats.requests) == (1, 1)
         assert (first.stats.tokens_restored, second.stats.tokens_restored) == (0, 0)
 
@@ -487,13 +487,13 @@ def test_two_models_have_sessions_of_their_own(store):
 # --- reasons
 
 
-@pytest.mark.parametrize(("tokens", "restored", "reason"), [(15, 0, reasons.SHORT), (16, 15, reasons.NOTHING)])
-def test_a_prompt_is_too_short_where_nothing_of_it_can_be_stored(model, store, tokens, restored, reason):
+@pytest.mark.parametrize(("tokens", "tokens_restored", "reason"), [(15, 0, reasons.SHORT), (16, 15, reasons.NOTHING)])
+def test_a_prompt_is_too_short_where_nothing_of_it_can_be_stored(model, store, tokens, tokens_restored, reason):
     with tiered(model, store) as session:
         model.generate(prompt(tokens), **GREEDY)
         assert session.stats.reason == reason
         model.generate(prompt(tokens), **GREEDY)
-        assert session.stats.tokens_restored == restored
+        assert session.stats.tokens_restored == tokens_restored
 
 
 # --- copies
@@ -518,6 +518,6 @@ def test_what_is_saved_of_an_attached_model_loads_where_this_library_is_not(mode
         "for model in models:\n"
         f"    print(model.generate(torch.tensor({prompt(40).tolist()}), **{GREEDY}).tolist())"
     )
-    done = processes.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [str(plain.tolist())] * 4
+    process = processes.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.splitlines() == [str(plain.tolist())] * 4

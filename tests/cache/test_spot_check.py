@@ -55,8 +55,8 @@ def test_kv_that_the_model_does_not_compute_is_found_and_its_name_is_not_used_an
         assert (store.stats.spot_checks, store.stats.failed_spot_checks) == (1, 1)
         (segment,) = store.segments()
         assert segment.id in caplog.text and "differs from what this model computes" in caplog.text
-        later = asks(model, store)
-        assert (later.tokens_restored, later.reason) == (0, reasons.DOUBTED)
+        later_stats = asks(model, store)
+        assert (later_stats.tokens_restored, later_stats.reason) == (0, reasons.DOUBTED)
         cache = TieredCache(model, store)
         model.generate(prompt(64, seed=9), past_key_values=cache, **GREEDY)
         store.flush()
@@ -121,12 +121,12 @@ def test_they_take_their_share_of_the_time_and_no_more():
 
 
 def test_short_processes_check_as_often_as_long_ones(monkeypatch):
-    made = 0
+    checks_done = 0
     monkeypatch.setattr(SpotChecks, "first_credit", staticmethod(random.Random(3).random))
     for _ in range(4000):
         checks = SpotChecks(0.01)
-        made += checks.is_due(4096, 0.5, 0.1)
-    assert 0.03 <= made / 4000 <= 0.07  # 0.5 s x 1 % / 0.1 s
+        checks_done += checks.is_due(4096, 0.5, 0.1)
+    assert 0.03 <= checks_done / 4000 <= 0.07  # 0.5 s x 1 % / 0.1 s
 
 
 @pytest.mark.parametrize("way", ["host", "disk"])

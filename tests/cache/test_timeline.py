@@ -40,18 +40,18 @@ def test_a_trace_holds_each_pass_and_layer_and_changes_no_token(model, tmp_path)
         traced = generate(model, ids, TieredCache(model, store, record=False, trace=tmp_path / "trace.json"))
     assert torch.equal(traced, expected)
     passes = read_trace(tmp_path / "trace.json")
-    assert [(one.restored, one.computed) for one in passes] == [(80, 20), (0, 1), (0, 1)]
+    assert [(record.restored, record.computed) for record in passes] == [(80, 20), (0, 1), (0, 1)]
     layers = model.config.num_hidden_layers
-    for one in passes:
-        names = [name for track, name, _, _ in one.events if track == "model"]
+    for record in passes:
+        names = [name for track, name, _, _ in record.events if track == "model"]
         assert names == [
             "before layer 0",
             *(f"layer {i - 1} to {i}" for i in range(1, layers)),
             f"after layer {layers - 1}",
         ]
-        assert sum(name == "update" for _, name, _, _ in one.events) == layers
-        assert all(one.began <= began and began + took <= one.ended + 1 for _, _, began, took in one.events)
-        spans = sorted((began, began + took) for track, _, began, took in one.events if track == "model")
+        assert sum(name == "update" for _, name, _, _ in record.events) == layers
+        assert all(record.began <= began and began + took <= record.ended + 1 for _, _, began, took in record.events)
+        spans = sorted((began, began + took) for track, _, began, took in record.events if track == "model")
         assert all(end <= begin + 1 for (_, end), (begin, _) in pairwise(spans))
     sums = passes[0].sums()
     assert sums["read"] > 0 and sums["look up"] > 0 and "select" not in sums
@@ -70,7 +70,7 @@ def test_a_session_traces_all_its_requests(model, tmp_path):
     with KVStore(tmp_path / "kv") as store, tiered(model, store, trace=tmp_path / "trace.json"):
         for seed in (1, 2):
             generate(model, prompt(40, seed=seed), None, tokens=2)
-    assert [one.computed for one in read_trace(tmp_path / "trace.json")] == [40, 1, 40, 1]
+    assert [record.computed for record in read_trace(tmp_path / "trace.json")] == [40, 1, 40, 1]
 
 
 def test_a_reset_cache_is_still_traced_and_a_traced_cache_is_collected(model, tmp_path):
@@ -106,21 +106,21 @@ def test_a_trace_of_many_passes_is_read_with_few_comparisons_per_event(tmp_path,
     monkeypatch.setattr("hf_tiered_cache.cli.timeline.Pass", Counted)
     passes = read_trace(tmp_path / "trace.json")
     assert number <= Counted.compared <= 2 * len(events)  # comparing each event with each pass: 200 times as often
-    assert {tuple(name for _, name, _, _ in one.events) for one in passes} == {tuple(map(str, range(10)))}
-    assert [one.began for one in passes] == list(range(0, 100 * number, 100))
+    assert {tuple(name for _, name, _, _ in record.events) for record in passes} == {tuple(map(str, range(10)))}
+    assert [record.began for record in passes] == list(range(0, 100 * number, 100))
 
 
 def test_an_earlier_trace_is_replaced_and_another_file_is_not(model, tmp_path):
-    other = tmp_path / "notes.json"
-    other.write_text("[1, 2]")
+    notes = tmp_path / "notes.json"
+    notes.write_text("[1, 2]")
     with KVStore(tmp_path / "kv") as store:
         with pytest.raises(ConfigError, match="is a file of something else; name a new file"):
-            TieredCache(model, store, trace=other)
+            TieredCache(model, store, trace=notes)
         with pytest.raises(ConfigError, match="cannot be written"):
             TieredCache(model, store, trace=tmp_path / "nowhere" / "trace.json")
         for _ in range(2):
             generate(model, prompt(40), TieredCache(model, store, trace=tmp_path / "trace.json"), tokens=1)
-    assert other.read_text() == "[1, 2]"
+    assert notes.read_text() == "[1, 2]"
     assert len(read_trace(tmp_path / "trace.json")) == 1
 
 
@@ -232,8 +232,8 @@ def test_the_command_draws_a_trace_and_sums_it(model, tmp_path):
     assert f"{picture} exists; replace it with --plot {picture}" in str(result.exception)
     assert picture.read_bytes() == b"\x89PNG of somebody else"
     event = {"ph": "X", "name": "pass", "ts": 1, "dur": 1, "args": {"restored": 1, "computed": 1}}
-    others = [event | {"ts": "soon"}, event | {"args": {"restored": "all", "computed": 1}}]
-    documents = [[one] for one in (*others, event | {"args": {"restored": float("inf"), "computed": 1}})]
+    misfits = [event | {"ts": "soon"}, event | {"args": {"restored": "all", "computed": 1}}]
+    documents = [[last_event] for last_event in (*misfits, event | {"args": {"restored": float("inf"), "computed": 1}})]
     track = {"ph": "M", "name": "thread_name", "tid": 1, "args": {"name": "model"}}
     part = {"ph": "X", "name": "layer", "tid": 1, "ts": 1, "dur": 1}
     documents += [[event, track | {"args": {"name": "main"}}, part], [event, track, part | {"dur": "long"}]]

@@ -53,15 +53,15 @@ def expected(model, ids):
 
 def assert_right(root, model, prompts):
     """Assert that what a store restores of prompts is right. Return the numbers of restored tokens."""
-    restored = []
+    token_counts = []
     with KVStore(root, **QUIET) as store:
         for ids in prompts:
-            asked = torch.cat([ids, prompt(2, rows=len(ids), seed=99)], dim=1)
+            full_prompt = torch.cat([ids, prompt(2, rows=len(ids), seed=99)], dim=1)
             cache = TieredCache(model, store, record=False)
-            found = last_logits(model, asked, cache, logits_to_keep=1)
-            torch.testing.assert_close(found, expected(model, asked), rtol=0, atol=1e-6 if ROUNDS_MORE else 1e-9)
-            restored.append(cache.stats.tokens_restored)
-    return restored
+            logits = last_logits(model, full_prompt, cache, logits_to_keep=1)
+            torch.testing.assert_close(logits, expected(model, full_prompt), rtol=0, atol=1e-6 if ROUNDS_MORE else 1e-9)
+            token_counts.append(cache.stats.tokens_restored)
+    return token_counts
 
 
 def failing_at(cache, layer, error):
@@ -108,8 +108,8 @@ def test_whatever_is_done_answers_and_stored_kv_are_right(scaled, tmp_path_facto
                     if length:
                         layer.values.mul_(3)
             elif action == "crop" and length > 3:
-                for each in (cache, reference):
-                    each.crop(-3)
+                for past in (cache, reference):
+                    past.crop(-3)
                 ids = ids[:, :-3]
             elif action in ("odd position", "odd mask") and length:
                 token, mask = prompt(1, seed=7), torch.ones(1, length + 1, dtype=torch.int64)
@@ -117,8 +117,8 @@ def test_whatever_is_done_answers_and_stored_kv_are_right(scaled, tmp_path_facto
                 kwargs = {"position_ids": torch.tensor([[length + 20]])}
                 if action == "odd mask":
                     kwargs = {"attention_mask": mask, "position_ids": torch.tensor([[length]])}
-                found, right = (last_logits(scaled, token, each, **kwargs) for each in (cache, reference))
-                torch.testing.assert_close(found, right, rtol=0, atol=1e-9)
+                logits, right = (last_logits(scaled, token, past, **kwargs) for past in (cache, reference))
+                torch.testing.assert_close(logits, right, rtol=0, atol=1e-9)
                 ids = torch.cat([ids, token], dim=1)
             elif isinstance(action, dict):
                 new = prompt(action["tokens"], seed=action["seed"])
@@ -130,16 +130,16 @@ def test_whatever_is_done_answers_and_stored_kv_are_right(scaled, tmp_path_facto
                         last_logits(scaled, new, cache, **kwargs)
                     del cache.update
                     continue
-                found, right = (last_logits(scaled, new, each, **kwargs) for each in (cache, reference))
-                torch.testing.assert_close(found, right, rtol=0, atol=1e-9)
+                logits, right = (last_logits(scaled, new, past, **kwargs) for past in (cache, reference))
+                torch.testing.assert_close(logits, right, rtol=0, atol=1e-9)
                 ids = prompts[-1]
         event(f"restored {cache.stats.tokens_restored > 0}, {cache.stats.reason or 'stored'}")
     assert_right(root, scaled, prompts)
 
 
 @pytest.mark.parametrize("fails", range(LAYERS))
-@pytest.mark.parametrize("then", ["last", "all", "states", "single"])
-def test_a_failed_pass_leaves_no_trace_in_what_is_stored_next(scaled, tmp_path, fails, then):
+@pytest.mark.parametrize("next_step", ["last", "all", "states", "single"])
+def test_a_failed_pass_leaves_no_trace_in_what_is_stored_next(scaled, tmp_path, fails, next_step):
     first, failed, second = (prompt(count, seed=seed) for seed, count in ((1, 40), (2, 24), (3, 24)))
     with KVStore(tmp_path, **QUIET) as store:
         store.precompute(scaled, torch.cat([first, failed], dim=1), progress=False)
@@ -149,14 +149,14 @@ def test_a_failed_pass_leaves_no_trace_in_what_is_stored_next(scaled, tmp_path, 
         with pytest.raises(KeyboardInterrupt):
             last_logits(scaled, failed, cache, logits_to_keep=1)
         del cache.update
-        for piece in second.split(1 if then == "single" else 24, dim=1):
-            last_logits(scaled, piece, cache, **OUTPUTS.get(then, {}))
+        for piece in second.split(1 if next_step == "single" else 24, dim=1):
+            last_logits(scaled, piece, cache, **OUTPUTS.get(next_step, {}))
     prompts = [torch.cat([first, ids], dim=1) for ids in (failed, second)]
     assert assert_right(tmp_path, scaled, prompts) == [64, 64]
 
 
-@pytest.mark.parametrize("then", ["crop", "select", "fork", "go on"])
-def test_a_look_up_that_was_interrupted_is_undone(scaled, tmp_path, then):
+@pytest.mark.parametrize("next_step", ["crop", "select", "fork", "go on"])
+def test_a_look_up_that_was_interrupted_is_undone(scaled, tmp_path, next_step):
     """The interrupt comes where nothing can undo it at once: between the lookup and the pass."""
     first, second = prompt(40, seed=1), prompt(60, seed=2)
     with KVStore(tmp_path, **QUIET) as store:
@@ -164,12 +164,12 @@ def test_a_look_up_that_was_interrupted_is_undone(scaled, tmp_path, then):
         last_logits(scaled, first, cache, logits_to_keep=1)
         recorder = cache._executor.sequence.recorder
         recorder.note_stored(0, 2, 9, ("0" * 32,))
-        if then == "crop":
+        if next_step == "crop":
             cache.crop(-3)
             second = torch.cat([first[:, -3:], second], dim=1)
-        elif then == "select":
+        elif next_step == "select":
             cache.batch_select_indices(torch.tensor([0]))
-        elif then == "fork":
+        elif next_step == "fork":
             cache = cache.fork()
         last_logits(scaled, second, cache)
     assert assert_right(tmp_path, scaled, [torch.cat([first, second[:, -60:]], dim=1)]) == [96]
@@ -188,11 +188,11 @@ def test_an_argument_that_is_no_tensor_has_to_be_known(scaled, tmp_path):
 def test_what_generate_passes_on_to_the_model_changes_nothing(tmp_path):
     model, ids = build("llama"), prompt(60)
     with KVStore(tmp_path) as store:
-        for restored in (0, 48):
+        for tokens_restored in (0, 48):
             cache = TieredCache(model, store)
             options = {"do_sample": False, "max_new_tokens": 2, "tokenizer": object(), "assistant_tokenizer": object()}
             model.generate(ids, past_key_values=cache, **options)
-            assert cache.stats.tokens_restored == restored
+            assert cache.stats.tokens_restored == tokens_restored
 
 
 def test_a_cache_whose_kv_was_edited_neither_stores_nor_restores(scaled, tmp_path):
@@ -217,7 +217,7 @@ def test_keys_and_values_may_be_replaced_by_fewer(scaled, tmp_path, in_turn, dro
     ids, more = prompt(40), [prompt(n, seed=n) for n in (1, 3, 1)]
 
     def answers(cache):
-        found = [last_logits(scaled, ids, cache, logits_to_keep=1)]
+        all_logits = [last_logits(scaled, ids, cache, logits_to_keep=1)]
         for layer in cache.layers:
             keys = layer.keys[:, :, dropped:].clone()
             if in_turn:
@@ -227,17 +227,17 @@ def test_keys_and_values_may_be_replaced_by_fewer(scaled, tmp_path, in_turn, dro
                 layer.keys, layer.values = keys, layer.values[:, :, dropped:]
             assert layer.keys is not None and layer.keys.shape == layer.values.shape
         assert cache.get_seq_length() == 40 - dropped
-        for some in more:
-            found.append(last_logits(scaled, some, cache))
+        for further_ids in more:
+            all_logits.append(last_logits(scaled, further_ids, cache))
         cache.crop(-2)
-        return [*found, last_logits(scaled, more[0], cache)]
+        return [*all_logits, last_logits(scaled, more[0], cache)]
 
     with KVStore(tmp_path, **QUIET) as store:
         if stored:
             store.precompute(scaled, ids, progress=False)
         cache = TieredCache(scaled, store)
-        for found, right in zip(answers(cache), answers(DynamicCache(config=scaled.config)), strict=True):
-            torch.testing.assert_close(found, right, rtol=0, atol=1e-9)
+        for logits, right in zip(answers(cache), answers(DynamicCache(config=scaled.config)), strict=True):
+            torch.testing.assert_close(logits, right, rtol=0, atol=1e-9)
         assert reasons.EDITED in cache.stats.reasons
         del cache
         store.flush()
@@ -262,8 +262,8 @@ def test_layers_are_iterated_as_those_of_a_dynamic_cache(tmp_path, family):
     dynamic = DynamicCache(config=model.config)
     with KVStore(tmp_path, **QUIET) as store:
         cache = TieredCache(model, store)
-        for each in (dynamic, cache):
-            last_logits(model, ids, each)
+        for past in (dynamic, cache):
+            last_logits(model, ids, past)
         for layer, right in zip(cache, dynamic, strict=True):
             for tensor, expected_tensor in zip(layer, right, strict=True):
                 is_none = tensor is None and expected_tensor is None
@@ -278,17 +278,17 @@ def test_router_logits_that_generate_discards_keep_nothing_from_being_restored(t
     mask[:, :pad] = 0
     options = {"attention_mask": mask, "do_sample": False, "max_new_tokens": 1}
     with KVStore(tmp_path, **QUIET) as store:
-        for restored in (0, min((80 - pad) // 16 * 16, 79 - pad)):
+        for token_count in (0, min((80 - pad) // 16 * 16, 79 - pad)):
             cache = TieredCache(model, store)
-            found = model.generate(ids, past_key_values=cache, **options)
-            assert torch.equal(found, model.generate(ids, **options)) and cache.stats.tokens_restored == restored
+            output = model.generate(ids, past_key_values=cache, **options)
+            assert torch.equal(output, model.generate(ids, **options)) and cache.stats.tokens_restored == token_count
 
 
-@pytest.mark.parametrize("where", ["argument", "config"])
-def test_router_logits_are_those_of_all_tokens(tmp_path, where):
+@pytest.mark.parametrize("place", ["argument", "config"])
+def test_router_logits_are_those_of_all_tokens(tmp_path, place):
     model, ids = build("qwen3_moe"), prompt(80)
-    options = {"output_router_logits": True} if where == "argument" else {}
-    model.config.output_router_logits = where == "config"
+    options = {"output_router_logits": True} if place == "argument" else {}
+    model.config.output_router_logits = place == "config"
 
     def outputs(cache):
         with torch.no_grad():
@@ -299,10 +299,10 @@ def test_router_logits_are_those_of_all_tokens(tmp_path, where):
     with KVStore(tmp_path, **QUIET) as store:
         store.precompute(model, ids, progress=False)
         cache = TieredCache(model, store)
-        found = outputs(cache)
+        output = outputs(cache)
         assert cache.stats.reason == reasons.ALL_STATES
-    assert torch.equal(found.logits, right.logits) and torch.equal(found.aux_loss, right.aux_loss)
-    assert all(map(torch.equal, found.router_logits, right.router_logits))
+    assert torch.equal(output.logits, right.logits) and torch.equal(output.aux_loss, right.aux_loss)
+    assert all(map(torch.equal, output.router_logits, right.router_logits))
 
 
 @pytest.mark.parametrize("record", [True, False])
@@ -312,13 +312,13 @@ def test_nothing_is_restored_behind_an_odd_token(scaled, tmp_path, record, forke
     with KVStore(tmp_path, **QUIET) as store:
         store.precompute(scaled, ids, progress=False)
         cache = TieredCache(scaled, store, record=record)
-        for each in (cache, reference):
-            last_logits(scaled, ids[:, :40], each, logits_to_keep=1)
-            last_logits(scaled, ids[:, 40:41], each, position_ids=torch.tensor([[60]]))
+        for past in (cache, reference):
+            last_logits(scaled, ids[:, :40], past, logits_to_keep=1)
+            last_logits(scaled, ids[:, 40:41], past, position_ids=torch.tensor([[60]]))
         if forked:
             cache = cache.fork()
-        found, right = (last_logits(scaled, ids[:, 41:], each, logits_to_keep=1) for each in (cache, reference))
-        torch.testing.assert_close(found, right, rtol=0, atol=1e-9)
+        logits, right = (last_logits(scaled, ids[:, 41:], past, logits_to_keep=1) for past in (cache, reference))
+        torch.testing.assert_close(logits, right, rtol=0, atol=1e-9)
         assert reasons.ODD_MASK in cache.stats.reasons
 
 
@@ -355,10 +355,10 @@ def test_a_pass_during_which_an_engine_begins_is_run_again(scaled, tmp_path, rec
             return real(keys if len(layers) > LAYERS else keys + 1, values, index, *args, **kwargs)
 
         cache.update = update
-        found = last_logits(scaled, ids, cache, logits_to_keep=1)
+        logits = last_logits(scaled, ids, cache, logits_to_keep=1)
         del cache.update
         attachment.batched_passes = 0
-        torch.testing.assert_close(found, expected(scaled, ids), rtol=0, atol=1e-9)
+        torch.testing.assert_close(logits, expected(scaled, ids), rtol=0, atol=1e-9)
         assert layers == 2 * list(range(LAYERS))
         assert cache.get_seq_length() == 60
     assert assert_right(tmp_path, scaled, [ids]) == [48 if record else 0]
@@ -427,13 +427,13 @@ def test_positions_that_a_model_counts_otherwise_are_not_mixed_up(roberta, tmp_p
         if first == "precompute":
             store.precompute(roberta, ids, progress=False)
         else:
-            run = generated if first == "generate" else lambda *given: last_logits(*given, logits_to_keep=1)
+            run = generated if first == "generate" else lambda *args: last_logits(*args, logits_to_keep=1)
             run(roberta, ids, TieredCache(roberta, store))
         store.flush()
         cache = TieredCache(roberta, store, record=False)
-        found = generated(roberta, ids, cache)
+        output = generated(roberta, ids, cache)
         torch.testing.assert_close(
-            found, generated(roberta, ids, DynamicCache(config=roberta.config)), rtol=0, atol=1e-9
+            output, generated(roberta, ids, DynamicCache(config=roberta.config)), rtol=0, atol=1e-9
         )
         assert cache.stats.tokens_restored == (0 if first == "forward" else 79)
         cache = TieredCache(roberta, store)
@@ -487,11 +487,11 @@ def test_precision_may_change_between_passes(tmp_path, dtypes):
         for turn, dtype in enumerate(dtypes):
             ids = prompt(80, seed=turn)  # the buffers grow, too
             with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
-                found, right = (last_logits(model, ids, each) for each in (cache, reference))
-            assert torch.equal(found, right)
+                logits, right = (last_logits(model, ids, past) for past in (cache, reference))
+            assert torch.equal(logits, right)
         model.double()
-        found, right = (last_logits(model, prompt(3), each) for each in (cache, reference))
-        assert torch.equal(found, right)
+        logits, right = (last_logits(model, prompt(3), past) for past in (cache, reference))
+        assert torch.equal(logits, right)
         assert reasons.MODEL_CHANGED in cache.stats.reasons
 
 
@@ -516,7 +516,7 @@ def test_a_pass_without_tokens_has_no_images(tmp_path):
     with KVStore(tmp_path) as store, torch.no_grad():
         cache, reference = TieredCache(model, store), DynamicCache(config=model.config)
         for part in (ids, ids[:, :0], ids):
-            found, right = (model(part, past_key_values=each).logits for each in (cache, reference))
-            assert torch.equal(found, right)
+            logits, right = (model(part, past_key_values=past).logits for past in (cache, reference))
+            assert torch.equal(logits, right)
         assert any("no token ids" in reason for reason in cache.stats.reasons)
         assert reasons.IMAGES not in cache.stats.reasons

@@ -61,9 +61,9 @@ def model(request):
         tie_word_embeddings=False,
     )
     torch.manual_seed(0)
-    made = getattr(transformers, f"{request.param}ForConditionalGeneration")(config).eval()
-    made.generation_config.pad_token_id = 0
-    return made
+    vision_model = getattr(transformers, f"{request.param}ForConditionalGeneration")(config).eval()
+    vision_model.generation_config.pad_token_id = 0
+    return vision_model
 
 
 def text(tokens, seed=1, rows=1):
@@ -85,10 +85,10 @@ def test_text_is_reused(model, store, types):
     ids = text(100)
     more = {"mm_token_type_ids": torch.zeros_like(ids)} if types else {}
     want = model.generate(ids, **GREEDY, **more)
-    for restored in (0, 96):
+    for tokens_restored in (0, 96):
         cache = TieredCache(model, store)
         assert torch.equal(model.generate(ids, past_key_values=cache, **GREEDY, **more), want)
-        assert cache.stats.tokens_restored == restored, cache.stats.reason
+        assert cache.stats.tokens_restored == tokens_restored, cache.stats.reason
 
 
 def test_padded_batches_of_text_are_reused(model, store):
@@ -96,21 +96,21 @@ def test_padded_batches_of_text_are_reused(model, store):
     ids[0, :7] = 0
     arguments = {"attention_mask": (ids != 0).long(), "mm_token_type_ids": torch.zeros_like(ids)}
     want = model.generate(ids, **GREEDY, **arguments)
-    for restored in (0, 48 + 41):  # up to the column that both rows can restore
+    for tokens_restored in (0, 48 + 41):  # up to the column that both rows can restore
         cache = TieredCache(model, store)
         assert torch.equal(model.generate(ids, past_key_values=cache, **GREEDY, **arguments), want)
-        assert cache.stats.tokens_restored == restored
+        assert cache.stats.tokens_restored == tokens_restored
 
 
 def test_a_prompt_with_an_image_is_reused_up_to_it(model, store):
     ids, arguments = seen()
     want = model.generate(ids, **GREEDY, **arguments)
-    for restored in (0, 48):
+    for tokens_restored in (0, 48):
         cache = TieredCache(model, store)
         assert torch.equal(model.generate(ids, past_key_values=cache, **GREEDY, **arguments), want)
-        assert cache.stats.tokens_restored == restored
-        assert cache.stats.tokens_stored == 48 - restored
-        assert cache.stats.tokens_computed == ids.shape[1] + GREEDY["max_new_tokens"] - 1 - restored
+        assert cache.stats.tokens_restored == tokens_restored
+        assert cache.stats.tokens_stored == 48 - tokens_restored
+        assert cache.stats.tokens_computed == ids.shape[1] + GREEDY["max_new_tokens"] - 1 - tokens_restored
         assert cache.stats.reason == reasons.IMAGES
 
 
@@ -118,8 +118,8 @@ def test_another_image_is_never_taken_for_this_one(model, store):
     for seed in range(3):
         ids, arguments = seen(seed)
         cache = TieredCache(model, store)
-        ours = model.generate(ids, past_key_values=cache, **GREEDY, **arguments)
-        assert torch.equal(ours, model.generate(ids, **GREEDY, **arguments))
+        output = model.generate(ids, past_key_values=cache, **GREEDY, **arguments)
+        assert torch.equal(output, model.generate(ids, **GREEDY, **arguments))
 
 
 def test_text_after_a_request_with_an_image(model, store):
@@ -144,9 +144,9 @@ def test_text_without_positions_after_a_request_with_an_image(model, store, monk
         assert model.model.rope_deltas.any()
         store.precompute(model, [alone[0, :64], alone[0]], progress=False)
         cache = TieredCache(model, store, record=False)
-        found = model(alone, past_key_values=cache, logits_to_keep=1).logits
+        logits = model(alone, past_key_values=cache, logits_to_keep=1).logits
         assert (cache.stats.tokens_restored, cache.stats.reason) == (0, reasons.OWN_POSITIONS)
-        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(logits, expected)
         model.model.rope_deltas = None
         cache = TieredCache(model, store, record=False)
         model.generate(alone, past_key_values=cache, do_sample=False, max_new_tokens=1)
@@ -168,11 +168,11 @@ def test_an_image_at_once(model, store):
 def test_a_kept_cache_with_an_image_drops_another_prompt(model, store):
     ids, arguments = seen()
     cache = TieredCache(model, store)
-    said = model.generate(ids, past_key_values=cache, **GREEDY, **arguments)
-    for other in (text(40, seed=7), text(140, seed=7)):
-        kept = copy.deepcopy(cache)
-        assert torch.equal(model.generate(other, past_key_values=kept, **GREEDY), model.generate(other, **GREEDY))
-    more = torch.cat([said, text(9, seed=3)], dim=1)
+    output = model.generate(ids, past_key_values=cache, **GREEDY, **arguments)
+    for new_ids in (text(40, seed=7), text(140, seed=7)):
+        twin = copy.deepcopy(cache)
+        assert torch.equal(model.generate(new_ids, past_key_values=twin, **GREEDY), model.generate(new_ids, **GREEDY))
+    more = torch.cat([output, text(9, seed=3)], dim=1)
     want = model.generate(more, **GREEDY, **arguments | {"mm_token_type_ids": (more == IMAGE).long()})
     assert torch.equal(model.generate(more, past_key_values=cache, **GREEDY), want)
 
@@ -213,11 +213,11 @@ def test_text_is_reused_although_images_look_ahead(gemma, store, image, types):
     more = {"mm_token_type_ids": (ids == IMAGE).long()} if types else {}
     options = {"output_logits": True, "return_dict_in_generate": True} | GREEDY | more
     logits = torch.stack(gemma.generate(ids, **options).logits)
-    for restored in (0, 0 if image else 96):
+    for tokens_restored in (0, 0 if image else 96):
         cache = TieredCache(gemma, store)
-        found = torch.stack(gemma.generate(ids, past_key_values=cache, **options).logits)
-        torch.testing.assert_close(found, logits, rtol=0, atol=1e-9)
-        assert cache.stats.tokens_restored == restored, cache.stats.reason
+        restored_logits = torch.stack(gemma.generate(ids, past_key_values=cache, **options).logits)
+        torch.testing.assert_close(restored_logits, logits, rtol=0, atol=1e-9)
+        assert cache.stats.tokens_restored == tokens_restored, cache.stats.reason
 
 
 @pytest.mark.skipif(not hasattr(transformers, "Exaone4_5_Config"), reason="this version of transformers lacks it")
@@ -230,8 +230,8 @@ def test_a_model_that_sets_rope_deltas_but_never_uses_them_counts_positions(stor
         video_token_id=151,
     )
     model, alone = transformers.Exaone4_5_ForConditionalGeneration(config).eval(), text(100)
-    for restored in (0, 96):  # generate() passes no positions to it
+    for tokens_restored in (0, 96):  # generate() passes no positions to it
         cache = TieredCache(model, store)
-        ours = model.generate(alone, past_key_values=cache, **GREEDY)
-        assert torch.equal(ours, model.generate(alone, **GREEDY))
-        assert cache.stats.tokens_restored == restored
+        output = model.generate(alone, past_key_values=cache, **GREEDY)
+        assert torch.equal(output, model.generate(alone, **GREEDY))
+        assert cache.stats.tokens_restored == tokens_restored
