@@ -88,8 +88,8 @@ def test_all_segments_are_also_damaged_ones(tmp_path, run, caplog, way):
         status, out, _ = run("rm", tmp_path / "store", "--all", "--dry-run" if way == "dry run" else "--yes")
         assert status == 0 and f"{damaged}: damaged" in out and str(newer) in caplog.text
         assert ("would delete 2 segments" if way == "dry run" else "deleted 2 segments") in out
-    left = {newer} if way != "dry run" else {damaged, newer, intact}
-    assert set(newer.parent.iterdir()) == left
+    remaining_items = {newer} if way != "dry run" else {damaged, newer, intact}
+    assert set(newer.parent.iterdir()) == remaining_items
 
 
 def test_ls_lists_segments_model_by_model(run, store):
@@ -151,22 +151,22 @@ def test_ls_says_what_is_damaged(run, store):
 
 def in_a_terminal(columns, *arguments):
     """Return the output of a command on a terminal with so many columns, without styles."""
-    ours, theirs = pty.openpty()
+    terminal, child_end = pty.openpty()
     environment = os.environ | {"COLUMNS": str(columns), "TERM": "dumb", "NO_COLOR": "1"}
-    done = subprocess.Popen([*COMMAND, *map(str, arguments)], stdout=theirs, stdin=theirs, env=environment)
-    os.close(theirs)
-    found = b""
+    process = subprocess.Popen([*COMMAND, *map(str, arguments)], stdout=child_end, stdin=child_end, env=environment)
+    os.close(child_end)
+    output = b""
     while True:
         try:
-            some = os.read(ours, 4096)
+            chunk = os.read(terminal, 4096)
         except OSError:  # the other end is closed
             break
-        if not some:
+        if not chunk:
             break
-        found += some
-    assert done.wait(timeout=60) == 0
-    os.close(ours)
-    return found.decode().replace("\r\n", "\n")
+        output += chunk
+    assert process.wait(timeout=60) == 0
+    os.close(terminal)
+    return output.decode().replace("\r\n", "\n")
 
 
 def test_ids_stay_whole_at_80_columns_and_what_ls_shows_is_what_stat_takes(run, tmp_path):
@@ -180,9 +180,9 @@ def test_ids_stay_whole_at_80_columns_and_what_ls_shows_is_what_stat_takes(run, 
     opened.close()
     lines = in_a_terminal(80, "ls", tmp_path).splitlines()
     assert max(map(len, lines)) <= 80
-    shown = [line.split()[0] for line in lines if "pinned" in line]
-    assert len(shown) == 3
-    for name in shown:
+    shown_ids = [line.split()[0] for line in lines if "pinned" in line]
+    assert len(shown_ids) == 3
+    for name in shown_ids:
         status, out, _ = run("stat", tmp_path, name, "--json")
         assert status == 0
         assert json.loads(out)["id"].startswith(name)
@@ -200,14 +200,14 @@ def test_labels_may_have_letters_that_the_terminal_lacks(tmp_path, monkeypatch):
     header, chain, blocks = segment(hashes(4, "a"), label="日本")
     opened.publish(header, chain, blocks)
     opened.close()
-    written = io.BytesIO()
-    with io.TextIOWrapper(written, encoding="latin-1") as terminal:
+    buffer = io.BytesIO()
+    with io.TextIOWrapper(buffer, encoding="latin-1") as terminal:
         monkeypatch.setattr(sys, "stdout", terminal)
         monkeypatch.setattr(sys, "argv", ["hf-tiered-cache", "ls", str(tmp_path / "store")])
         with pytest.raises(SystemExit) as ended:
             cli.main()
         assert not ended.value.code
-        assert rb"\u65e5\u672c" in written.getvalue()
+        assert rb"\u65e5\u672c" in buffer.getvalue()
 
 
 def test_labels_cannot_command_the_terminal(run, tmp_path):
@@ -258,10 +258,10 @@ def test_torch_is_not_imported_without_kv(store):
     ]
     commands = [["--help"], ["--version"], ["ls", "--help"], *lists, ["config"], ["gc", root], ["rm", root, "--all"]]
     commands[-1].append("--yes")
-    asked = json.dumps(commands, default=str)
-    done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, asked], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    *printed, end = done.stdout.split("\0")
+    as_json = json.dumps(commands, default=str)
+    process = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, as_json], capture_output=True, text=True, timeout=60)
+    assert process.returncode == 0, process.stderr
+    *printed, end = process.stdout.split("\0")
     assert (len(printed), end) == (len(commands), "")
     assert all(printed)
     assert headers["a"].id[:8] in printed[commands.index(lists[0])]
@@ -273,8 +273,8 @@ def test_a_catalogue_that_is_out_of_line_or_gone_is_not_believed(run, store):
     assert {row["id"] for row in json.loads(run("ls", root, "--json")[1])} == {headers["b"].id, headers["c"].id}
     for path in root.glob("catalogue.sqlite*"):
         path.unlink()
-    found = json.loads(run("ls", root, "--json")[1])
-    assert {row["id"]: row["model"] for row in found} == {headers["b"].id: QWEN, headers["c"].id: {}}
+    rows = json.loads(run("ls", root, "--json")[1])
+    assert {row["id"]: row["model"] for row in rows} == {headers["b"].id: QWEN, headers["c"].id: {}}
 
 
 def test_looking_into_a_store_leaves_its_writers_alone(run, tmp_path):
@@ -282,8 +282,8 @@ def test_looking_into_a_store_leaves_its_writers_alone(run, tmp_path):
     for number in range(8):
         header, chain, blocks = segment(hashes(2, str(number)))
         writer.publish(header, chain, blocks)
-        done = processes.run([*COMMAND, "ls", tmp_path], capture_output=True, text=True, timeout=60)
-        assert done.stdout.splitlines()[-1].startswith(f"total: {number + 1} segment")
+        process = processes.run([*COMMAND, "ls", tmp_path], capture_output=True, text=True, timeout=60)
+        assert process.stdout.splitlines()[-1].startswith(f"total: {number + 1} segment")
         assert json.loads(run("stat", tmp_path, "--json")[1])["segments"] == number + 1
     assert len(writer.index.catalogue.ids()) == 8
     assert writer.index.catalogue._db.execute("PRAGMA integrity_check").fetchone() == ("ok",)
@@ -298,20 +298,20 @@ def test_stat_of_a_store(run, store):
     root, _ = store
     out = run("stat", root)[1]
     assert "Qwen/Qwen2.5-0.5B-Instruct (Qwen2ForCausalLM, bfloat16): 2 segments, 128 tokens" in out
-    found = json.loads(run("stat", root, "--json")[1])
-    assert (found["segments"], found["tokens"], found["pinned"], found["expired"]) == (3, 192, 1, 1)
-    assert found["models"] == {"model": QWEN, "ffff": {}}
+    stats = json.loads(run("stat", root, "--json")[1])
+    assert (stats["segments"], stats["tokens"], stats["pinned"], stats["expired"]) == (3, 192, 1, 1)
+    assert stats["models"] == {"model": QWEN, "ffff": {}}
 
 
 def test_stat_of_a_segment(run, store):
     root, headers = store
-    wanted = headers["a"].id
-    described = json.loads(run("stat", root, wanted[:8], "--json")[1])
-    assert described["id"] == wanted
+    full_id = headers["a"].id
+    described = json.loads(run("stat", root, full_id[:8], "--json")[1])
+    assert described["id"] == full_id
     assert described["geometry"]["chunk_tokens"] == 16
     assert [block_group["layers"] for block_group in described["block_groups"]] == [[0, 1, 2, 3], [4]]
-    out = run("stat", root, wanted)[1]
-    assert wanted in out
+    out = run("stat", root, full_id)[1]
+    assert full_id in out
     assert "the report" in out
     assert "blocks of 16 tokens × 4 layers × all heads, keys and values in the same block" in out
     assert "0-4: keys 2 × 8, values 2 × 8; float32" in out
@@ -362,8 +362,8 @@ def test_gc(run, store):
     assert status == 0
     assert json.loads(out) == promised
     assert json.loads(out)["expired"] == 1
-    left = {row["id"] for row in json.loads(run("ls", root, "--json")[1])}
-    assert left == {headers["a"].id, headers["c"].id}
+    remaining_items = {row["id"] for row in json.loads(run("ls", root, "--json")[1])}
+    assert remaining_items == {headers["a"].id, headers["c"].id}
     out = run("gc", root, "--quota", "1KiB")[1]  # not even the catalogue has room
     assert "evicted 0 segments" in out and "raise the quota" in out
     opened = open_store(root)
@@ -408,12 +408,12 @@ def test_gc_keeps_what_cannot_be_read_and_deletes_the_rest(run, chats, monkeypat
 
 def test_rm_says_what_it_deletes(run, store):
     root, headers = store
-    wanted = headers["a"].id
-    status, out, _ = run("rm", root, wanted[:10], wanted[:12], "--dry-run")
-    assert (status, wanted[:8] in out, "the report" in out, "would delete 1 segment," in out) == (0, True, True, True)
+    full_id = headers["a"].id
+    status, out, _ = run("rm", root, full_id[:10], full_id[:12], "--dry-run")
+    assert (status, full_id[:8] in out, "the report" in out, "would delete 1 segment," in out) == (0, True, True, True)
     assert len(files(root)) == 3
-    status, out, _ = run("rm", root, wanted[:10])
-    assert (status, wanted[:8] in out, "the report" in out, "deleted 1 segment," in out) == (0, True, True, True)
+    status, out, _ = run("rm", root, full_id[:10])
+    assert (status, full_id[:8] in out, "the report" in out, "deleted 1 segment," in out) == (0, True, True, True)
     assert len(files(root)) == 2
 
 
@@ -431,10 +431,10 @@ def test_rm_all_asks_or_is_told(run, store, monkeypatch):
     assert "--yes" in err
     assert "would delete 3 segments" in run("rm", root, "--all", "--dry-run")[1]
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
-    for answer, left in ((False, 3), (True, 0)):
+    for answer, segments_left in ((False, 3), (True, 0)):
         monkeypatch.setattr(cli.output.typer, "confirm", lambda question, err, answer=answer: answer)
         status, *_ = run("rm", root, "--all")
-        assert (status, len(files(root))) == (0 if answer else 2, left)
+        assert (status, len(files(root))) == (0 if answer else 2, segments_left)
 
 
 def test_rm_all_with_yes(run, store):
@@ -461,7 +461,7 @@ def chats(store):
             fingerprint="model",
             provenance="exact",
             method="exact",
-            segments=tuple(headers[one].id if one in headers else "0" * 32 for one in segments),
+            segments=tuple(headers[letter].id if letter in headers else "0" * 32 for letter in segments),
             tokens=64 * len(segments),
             turns=3,
             created=1e9,
@@ -509,14 +509,14 @@ def test_conversations_are_deleted_with_what_is_their_own(run, chats):
     opened.close()
     alice = "alice\x1b[31m 42"
     before = files(root)
-    asked = "conversations", root, "rm", alice, "--dry-run"
-    assert json.loads(run(*asked, "--json")[1])["segments"] == [headers["d"].id]
-    assert "would delete 1 conversation, 1 segment, " in run(*asked)[1]
+    command = "conversations", root, "rm", alice, "--dry-run"
+    assert json.loads(run(*command, "--json")[1])["segments"] == [headers["d"].id]
+    assert "would delete 1 conversation, 1 segment, " in run(*command)[1]
     assert files(root) == before and conversations.read(alice)
-    assert "would delete 2 conversations, 2 segments, " in run(*asked, "bob")[1]
+    assert "would delete 2 conversations, 2 segments, " in run(*command, "bob")[1]
     assert "deleted 1 conversation, 1 segment, " in run("conversations", root, "rm", alice)[1]
     assert files(root).keys() == before.keys() - {root / "segments" / f"{headers['d'].id}.kv"}
-    assert [one["id"] for one in json.loads(run("conversations", root, "--json")[1])] == ["bob"]
+    assert [row["id"] for row in json.loads(run("conversations", root, "--json")[1])] == ["bob"]
     assert json.loads(run("conversations", root, "rm", "bob", "--json")[1])["removed"] == ["bob"]
     assert run("conversations", root)[1] == "total: 0 conversations, 0 tokens\n"
 
@@ -564,10 +564,10 @@ def corpus(store):
     root, _ = store
     opened, headers, names = open_store(root), [], []
     for seed in "de":
-        made = segment(hashes(4, seed), provenance="passage", model=QWEN, scan_hashes=b"scan" * 4)
-        opened.publish(*made)
-        headers.append(made[0])
-        names.append(passage_name(b"".join(made[1])))
+        new_segment = segment(hashes(4, seed), provenance="passage", model=QWEN, scan_hashes=b"scan" * 4)
+        opened.publish(*new_segment)
+        headers.append(new_segment[0])
+        names.append(passage_name(b"".join(new_segment[1])))
     opened.close()
     for label, passages in {"report\x1b[31m 1": names, "minutes": [names[1], "0" * 32]}.items():
         record = DocumentRecord(label, "model", "passage 1", tuple(passages), 128, 1.0, 2.0, model=QWEN)
@@ -585,7 +585,7 @@ def test_documents_are_listed(run, corpus):
     assert lines[2].startswith("report�[31m 1  Qwen/Qwen2.5-0.5B-Instruct         2     128")
     assert lines[-1] == "total: 2 documents, 4 passages, 192 tokens"
     listed = json.loads(run("documents", root, "--json")[1])
-    assert [(one["label"], one["evicted"]) for one in listed] == [("minutes", 1), ("report\x1b[31m 1", 0)]
+    assert [(row["label"], row["evicted"]) for row in listed] == [("minutes", 1), ("report\x1b[31m 1", 0)]
 
 
 def test_one_document_is_shown(run, corpus):
@@ -600,14 +600,14 @@ def test_one_document_is_shown(run, corpus):
 def test_documents_are_deleted_with_what_is_their_own(run, corpus):
     root, headers = corpus
     before, label = files(root), "report\x1b[31m 1"
-    asked = "documents", root, "rm", label, "--dry-run"
-    assert json.loads(run(*asked, "--json")[1])["segments"] == [headers[0].id]
-    assert "would delete 1 document, 1 segment, " in run(*asked)[1]
-    assert "would delete 2 documents, 2 segments, " in run(*asked, "minutes")[1]
+    command = "documents", root, "rm", label, "--dry-run"
+    assert json.loads(run(*command, "--json")[1])["segments"] == [headers[0].id]
+    assert "would delete 1 document, 1 segment, " in run(*command)[1]
+    assert "would delete 2 documents, 2 segments, " in run(*command, "minutes")[1]
     assert files(root) == before and len(json.loads(run("documents", root, "--json")[1])) == 2
     assert "deleted 1 document, 1 segment, " in run("documents", root, "rm", label)[1]
     assert files(root).keys() == before.keys() - {root / "segments" / f"{headers[0].id}.kv"}
-    assert [one["label"] for one in json.loads(run("documents", root, "--json")[1])] == ["minutes"]
+    assert [row["label"] for row in json.loads(run("documents", root, "--json")[1])] == ["minutes"]
     assert json.loads(run("documents", root, "rm", "minutes", "--json")[1])["removed"] == ["minutes"]
     assert run("documents", root)[1] == "total: 0 documents, 0 passages, 0 tokens\n"
 
@@ -624,7 +624,7 @@ def test_sidecars_count_in_the_bytes_of_a_deleted_document(run, corpus):
 
 def test_what_cannot_be_done_with_documents(run, corpus):
     root, _ = corpus
-    for arguments, said in {
+    for arguments, message in {
         ("drop", "report"): "unknown action 'drop' for documents",
         ("show",): "missing document label",
         ("show", "nobody"): "document 'nobody' does not exist",
@@ -632,9 +632,9 @@ def test_what_cannot_be_done_with_documents(run, corpus):
         ("show", "minutes", "--dry-run"): "--dry-run can only be used with rm",
     }.items():
         status, _, err = run("documents", root, *arguments)
-        assert status == 2 and said in err
-    for one in (root / "segments").iterdir():
-        one.unlink()
+        assert status == 2 and message in err
+    for path in (root / "segments").iterdir():
+        path.unlink()
     assert "no passages are left of 2 documents" in run("gc", root)[1]
 
 
@@ -693,11 +693,11 @@ def test_a_fault_of_the_system_is_one_line_too(run, store, monkeypatch):
 
 def test_a_reader_that_has_seen_enough_is_no_error(store):
     root, _ = store
-    ours, theirs = os.pipe()
-    os.close(ours)  # before anything is written
-    done = subprocess.run([*COMMAND, "ls", root], stdout=theirs, stderr=subprocess.PIPE, timeout=60)
-    os.close(theirs)
-    assert done.stderr == b""
+    read_end, write_end = os.pipe()
+    os.close(read_end)  # before anything is written
+    process = subprocess.run([*COMMAND, "ls", root], stdout=write_end, stderr=subprocess.PIPE, timeout=60)
+    os.close(write_end)
+    assert process.stderr == b""
 
 
 INTERRUPTED = """
@@ -777,15 +777,15 @@ def the_end_of(err):
 
 def test_calibrate(run, tmp_path):
     build("qwen2").save_pretrained(tmp_path / "model")
-    asked = ["calibrate", tmp_path / "store", "--passages", 2, "--tokens", 32, "--repeats", 1, "--model"]
-    status, out, err = run(*asked, tmp_path / "model", "--json")
+    command = ["calibrate", tmp_path / "store", "--passages", 2, "--tokens", 32, "--repeats", 1, "--model"]
+    status, out, err = run(*command, tmp_path / "model", "--json")
     assert status == 0, err
     assert 0.15 <= json.loads(out)["ratio"] <= 1
-    status, out, _ = run(*asked, tmp_path / "model")
+    status, out, _ = run(*command, tmp_path / "model")
     assert status == 0
     assert "full reuse" in out
     assert "saved for this model and device, with prompts of" in out
-    status, _, err = run(*asked, tmp_path / "nowhere")
+    status, _, err = run(*command, tmp_path / "nowhere")
     assert (status, err.count("\n")) == (2, 1)
     assert "cannot be loaded: there is no such folder; check the path" in err
     status, _, err = run("calibrate", tmp_path / "store", "--model", tmp_path / "model")  # of 1024 positions
@@ -795,11 +795,11 @@ def test_calibrate(run, tmp_path):
 
 def test_calibrate_prefixes(run, tmp_path):
     build("qwen2").save_pretrained(tmp_path / "model")
-    asked = ["calibrate", tmp_path / "store", "--prefix", "64,32", "--repeats", 1, "--model", tmp_path / "model"]
-    status, out, err = run(*asked, "--json")
+    command = ["calibrate", tmp_path / "store", "--prefix", "64,32", "--repeats", 1, "--model", tmp_path / "model"]
+    status, out, err = run(*command, "--json")
     assert status == 0, err
-    assert [one["tokens"] for one in json.loads(out)] == [32, 64]
-    status, out, _ = run(*asked)
+    assert [row["tokens"] for row in json.loads(out)] == [32, 64]
+    status, out, _ = run(*command)
     assert status == 0
     assert "from disk" in out and "from host" in out and "Exact(recompute=0, decline=False)" in out
 
@@ -821,10 +821,10 @@ def test_calibrate_says_when_memory_is_too_small(run, tmp_path, monkeypatch):
 def test_public_names_are_the_same_for_people_and_type_checkers():
     tree = ast.parse(Path(hf_tiered_cache.__file__).read_text())
     (checked,) = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
-    seen = {alias.name: node.module for node in checked.body for alias in node.names}
-    assert {name: hf_tiered_cache._ELSEWHERE.get(name, "errors") for name in hf_tiered_cache.__all__} == seen
-    assert set(seen) <= set(dir(hf_tiered_cache))
-    assert all(getattr(hf_tiered_cache, name) is not None for name in seen)
+    checked_names = {alias.name: node.module for node in checked.body for alias in node.names}
+    assert {name: hf_tiered_cache._ELSEWHERE.get(name, "errors") for name in hf_tiered_cache.__all__} == checked_names
+    assert set(checked_names) <= set(dir(hf_tiered_cache))
+    assert all(getattr(hf_tiered_cache, name) is not None for name in checked_names)
     with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
         _ = hf_tiered_cache.Nothing
 
@@ -852,14 +852,14 @@ def test_rm_names_what_goes_and_what_continues_it(run, tmp_path):
         assert all(header.id[:8] in continuing for header in headers[1:3])
         assert headers[3].id[:8] not in out
         assert len(files(tmp_path)) == len(before) - (not dry_run)
-    found = json.loads(run("rm", tmp_path, headers[1].id, "--dry-run", "--json")[1])
-    assert (found["ids"], found["continuing"]) == ([headers[1].id], [headers[2].id])
+    report = json.loads(run("rm", tmp_path, headers[1].id, "--dry-run", "--json")[1])
+    assert (report["ids"], report["continuing"]) == ([headers[1].id], [headers[2].id])
 
 
 def test_gc_lists_what_goes_first(run, tmp_path):
     opened = open_store(tmp_path)
-    expired, kept = segment(hashes(2, "old"), expires=time.time() - 1), segment(hashes(2, "new"))
-    assert opened.publish(*expired) and opened.publish(*kept)
+    expired, permanent = segment(hashes(2, "old"), expires=time.time() - 1), segment(hashes(2, "new"))
+    assert opened.publish(*expired) and opened.publish(*permanent)
     opened.close()
     (tmp_path / "tmp" / "1-2-3").write_bytes(bytes(5000))
     (tmp_path / "tmp" / "1-2-3.lock").touch()
@@ -870,6 +870,6 @@ def test_gc_lists_what_goes_first(run, tmp_path):
         assert f"{tmp_path / 'tmp' / '1-2-3'}: unfinished" in lines
         assert "1 file not written by this library, left unchanged:" in lines and "  tmp/notes.txt" in lines
         assert lines[-1].startswith("would delete 1 expired" if dry_run else "deleted 1 expired")
-        assert kept[0].id not in "".join(lines)
+        assert permanent[0].id not in "".join(lines)
     assert (tmp_path / "tmp" / "notes.txt").exists() and not (tmp_path / "tmp" / "1-2-3").exists()
     assert json.loads(run("verify", tmp_path, "--json")[1])["unknown"] == ["tmp/notes.txt"]

@@ -50,19 +50,19 @@ def run(*arguments):
 
 
 def as_json(*arguments):
-    done = run(*arguments, "--json")
-    assert done.exit_code == 0, (done.output, done.exception)
-    return json.loads(done.stdout)
+    result = run(*arguments, "--json")
+    assert result.exit_code == 0, (result.output, result.exception)
+    return json.loads(result.stdout)
 
 
 @pytest.mark.thin(2)
 def test_a_corpus_is_copied_to_a_remote_and_to_a_worker(model, corpus, address, tmp_path):
-    sent = as_json("copy", corpus, address)
-    assert (sent["copied"], sent["present"], sent["failed"]) == (3, 0, {})
+    copied = as_json("copy", corpus, address)
+    assert (copied["copied"], copied["present"], copied["failed"]) == (3, 0, {})
     assert as_json("copy", corpus, address) == {"copied": 0, "bytes": 0, "present": 3, "left_out": {}, "failed": {}}
     worker = tmp_path / "worker"
     fetched = as_json("copy", address, worker)
-    assert (fetched["copied"], fetched["bytes"]) == (3, sent["bytes"])
+    assert (fetched["copied"], fetched["bytes"]) == (3, copied["bytes"])
     assert as_json("copy", address, worker)["present"] == 3
     with KVStore(worker) as store, torch.no_grad():
         assert store.verify().ok
@@ -78,19 +78,19 @@ def test_a_corpus_is_copied_to_a_remote_and_to_a_worker(model, corpus, address, 
 @pytest.mark.thin(2)
 def test_a_remote_is_listed_checked_and_cleaned(corpus, address):
     as_json("copy", corpus, address)
-    here, there = as_json("ls", corpus), as_json("ls", address)
-    assert sorted(row["id"] for row in there) == sorted(row["id"] for row in here)
-    assert {row["label"] for row in there} == {"report", ""}
+    local_rows, remote_rows = as_json("ls", corpus), as_json("ls", address)
+    assert sorted(row["id"] for row in remote_rows) == sorted(row["id"] for row in local_rows)
+    assert {row["label"] for row in remote_rows} == {"report", ""}
     assert as_json("stat", address)["segments"] == 3
-    segment = next(row for row in there if row["label"])
+    segment = next(row for row in remote_rows if row["label"])
     assert as_json("stat", address, segment["id"][:8])["tokens"] == 96
     assert as_json("verify", address)["segments"] == 3
     assert run("rm", address, segment["id"][:8]).exit_code == 0
     remote = open_remote(address)
     names = remote.records.names(ENTRY)
     assert len(names) == 4  # those of the other prompt, at 1, 2, 4 and 6 prefix hashes
-    (kept,) = [row["id"] for row in there if row["label"] and row["id"] != segment["id"]]
-    remote.delete(kept)  # the server has dropped it
+    (dropped_id,) = [row["id"] for row in remote_rows if row["label"] and row["id"] != segment["id"]]
+    remote.delete(dropped_id)  # the server has dropped it
     assert run("gc", address, "--dry-run").exit_code == 0
     assert remote.records.names(ENTRY) == names
     assert run("gc", address).exit_code == 0
@@ -99,13 +99,13 @@ def test_a_remote_is_listed_checked_and_cleaned(corpus, address):
 
 
 def test_settings_of_stores_do_not_count_for_a_remote_that_is_named(corpus, tmp_path, monkeypatch):
-    named, other = (f"sqlite://{tmp_path / name}.db" for name in ("named", "other"))
-    for remote in (named, other):
+    named, other_remote = (f"sqlite://{tmp_path / name}.db" for name in ("named", "other"))
+    for remote in (named, other_remote):
         assert as_json("copy", corpus, remote)["copied"] == 3
-    monkeypatch.setenv("HF_TIERED_CACHE_REMOTE", other)
+    monkeypatch.setenv("HF_TIERED_CACHE_REMOTE", other_remote)
     monkeypatch.setenv("HF_TIERED_CACHE_ENGINE", "posix")
     assert as_json("rm", named, "--all", "--yes")["removed"] == 3
-    assert len(as_json("ls", other)) == 3
+    assert len(as_json("ls", other_remote)) == 3
 
 
 @pytest.mark.parametrize("scheme", ["file", "sqlite"])
@@ -136,12 +136,12 @@ def test_damage_in_a_remote_is_reported(corpus, place_of, tmp_path):
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    done = run("verify", address)
-    assert done.exit_code == 1
-    assert path.stem in done.output
-    done = run("copy", address, tmp_path / "worker")
-    assert done.exit_code == 1
-    assert "fails its checksum" in done.stderr
+    result = run("verify", address)
+    assert result.exit_code == 1
+    assert path.stem in result.output
+    result = run("copy", address, tmp_path / "worker")
+    assert result.exit_code == 1
+    assert "fails its checksum" in result.stderr
     assert path.exists()  # a copy from the remote only reads it
     assert run("verify", address, "--repair").exit_code == 0
     assert not path.exists()
@@ -166,9 +166,9 @@ def test_a_segment_that_cannot_be_copied_is_reported(tmp_path, monkeypatch, faul
     else:
         content[100 if fault == "damaged head" else -1] ^= 1
         path.write_bytes(content)
-    done = run("copy", tmp_path / "kv", f"file://{tmp_path}/remote", "--json")
-    assert done.exit_code == 1
-    copied = json.loads(done.stdout)
+    result = run("copy", tmp_path / "kv", f"file://{tmp_path}/remote", "--json")
+    assert result.exit_code == 1
+    copied = json.loads(result.stdout)
     assert (copied["copied"], list(copied["failed"])) == (1, [ids[0]])
     assert [path.stem for path in (tmp_path / "remote" / "segments").iterdir()] == [ids[1]]
 
@@ -183,10 +183,10 @@ def test_a_damaged_copy_is_not_taken_for_a_copy(tmp_path):
         assert as_json("copy", tmp_path / "kv", address)["copied"] == 1
         assert path.read_bytes() == content
     newer = content[:8] + (FORMAT_VERSION + 1).to_bytes(4, "little") + content[12:]
-    for other, status in ((newer, 0), (b"precious", 1)):
-        path.write_bytes(other)
+    for existing_copy, status in ((newer, 0), (b"precious", 1)):
+        path.write_bytes(existing_copy)
         assert run("copy", tmp_path / "kv", address).exit_code == status
-        assert path.read_bytes() == other
+        assert path.read_bytes() == existing_copy
 
 
 def test_compacted_conversations_that_are_not_copied_are_named(tmp_path):
@@ -195,9 +195,9 @@ def test_compacted_conversations_that_are_not_copied_are_named(tmp_path):
     record = ConversationRecord("alice", segments=(compacted[0],), created=1.0, suspended=1.0, nbytes=1, **facts)
     with KVStore(tmp_path / "kv") as store:
         storage_of(store).conversations.write([record])
-    done = run("copy", tmp_path / "kv", f"file://{tmp_path}/remote")
-    assert done.exit_code == 0
-    assert "only this store can use them: 2 segments of compacted conversations\n  alice\n" in done.stdout
+    result = run("copy", tmp_path / "kv", f"file://{tmp_path}/remote")
+    assert result.exit_code == 0
+    assert "only this store can use them: 2 segments of compacted conversations\n  alice\n" in result.stdout
     copied = as_json("copy", tmp_path / "kv", f"file://{tmp_path}/other")
     assert (copied["copied"], copied["left_out"]) == (1, dict(zip(compacted, ("alice", ""), strict=True)))
     assert [path.stem for path in (tmp_path / "other" / "segments").iterdir()] == [prompt_id]
@@ -218,9 +218,9 @@ def test_encrypted_segments_are_copied_with_the_key(model, place_of, tmp_path):
     with KVStore(tmp_path / "a", key=bytes(32)) as store:
         store.precompute(model, IDS[0], progress=False)
     assert as_json("copy", tmp_path / "a", address)["copied"] == 1
-    done = run("copy", address, tmp_path / "b")
-    assert done.exit_code == 1
-    assert "opened without a key" in done.stderr
+    result = run("copy", address, tmp_path / "b")
+    assert result.exit_code == 1
+    assert "opened without a key" in result.stderr
     assert as_json("copy", address, tmp_path / "b", "--key-file", key)["copied"] == 1
 
 
@@ -259,6 +259,6 @@ def test_no_command_shows_the_password_of_an_address(tmp_path):
     for command in ("ls", "stat", "verify", "gc", "rm --all", "top", "conversations", "documents"):
         refuses = command in ("rm --all", "top", "conversations", "documents")
         for options in ([], ["--json"] if command != "top" else []):
-            done = run(*command.split(), address, *options)
-            assert isinstance(done.exception, Refused) if refuses else done.exit_code == 0, command
-            assert "hunter2" not in done.output + str(done.exception), command
+            result = run(*command.split(), address, *options)
+            assert isinstance(result.exception, Refused) if refuses else result.exit_code == 0, command
+            assert "hunter2" not in result.output + str(result.exception), command

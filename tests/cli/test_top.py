@@ -52,8 +52,8 @@ def test_uses_new_segments_and_removals_are_counted_and_shown(store, tmp_path):
     assert (activity.uses, activity.removed, activity.seconds) == (2, (1, nbytes), 4.0)
     lines = text_of(draw(root, after, activity)).splitlines()
     assert "1 segment, 64 tokens" in lines[0] and lines[1].startswith("last 4 s: 2 uses (0.5/s), stored 1 segment, ")
-    gone, new = lines[-2:]
-    assert gone.startswith(first[:8]) and " removed " in gone and "the report" in gone
+    removed_line, new = lines[-2:]
+    assert removed_line.startswith(first[:8]) and " removed " in removed_line and "the report" in removed_line
     assert new.startswith(second[:8]) and " stored " in new and "[bold]minutes�[31m" in new
 
 
