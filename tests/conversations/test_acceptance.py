@@ -47,12 +47,12 @@ def loud(model):
     return model
 
 
-def alike(model, same=True):
-    """Change a model's layers to small residuals and the same KV projections, or (not `same`) different ones."""
+def alike(model, equal=True):
+    """Change a model's layers to small residuals and the same KV projections, or (not `equal`) different ones."""
     first = model.model.layers[0].self_attn
     with torch.no_grad():
         for layer in model.model.layers:
-            for name in ("k_proj", "v_proj") if same else ():
+            for name in ("k_proj", "v_proj") if equal else ():
                 getattr(layer.self_attn, name).weight.copy_(getattr(first, name).weight)
             layer.self_attn.o_proj.weight.mul_(0.1)
             layer.mlp.down_proj.weight.mul_(0.1)
@@ -75,9 +75,9 @@ def pairs_in(store):
     return {pair for row in store.segments() for pair in storage_of(store).disk.reader(row.id).shape.geometry.pairs}
 
 
-def divergence(expected, found):
-    expected, found = expected.log_softmax(-1), found.log_softmax(-1)
-    return float((expected.exp() * (expected - found)).sum(-1).mean())
+def divergence(expected, actual):
+    expected, actual = expected.log_softmax(-1), actual.log_softmax(-1)
+    return float((expected.exp() * (expected - actual)).sum(-1).mean())
 
 
 def replay_of(model, ids, store):
@@ -94,9 +94,9 @@ def test_a_replay_over_unchanged_kv_gives_the_same_predictions(family, store):
     """Windows lack the tokens before them, so they are slightly shorter."""
     model, ids = build(family), prompt(TOKENS)
     replay, expected, cache = replay_of(model, ids, store)
-    found = replay._log_probs({})
+    log_probs = replay._log_probs({})
     sliding = "sliding" in family or family == "gemma3"
-    assert divergence(expected, found) < (0.1 if sliding else 1e-6)
+    assert divergence(expected, log_probs) < (0.1 if sliding else 1e-6)
     assert replay.loss({}) == 0 == replay.loss({1: replay.kv(1)})
     assert replay.loss({0: tuple(tensor + 3 for tensor in replay.kv(0))}) > 0
     after = prompt(3, seed=9)
@@ -106,17 +106,17 @@ def test_a_replay_over_unchanged_kv_gives_the_same_predictions(family, store):
 @pytest.mark.parametrize(("family", "codec"), [("llama", "raw"), ("llama", "int8"), ("qwen2", "int8")])
 def test_the_loss_of_a_replay_is_that_of_the_resumed_conversation(store, family, codec):
     """The keys of `qwen2` are merged without their biases, as they are stored."""
-    model, ids, restored = loud(build(family)), prompt(TOKENS), TOKENS - REPLAYED_TOKENS
+    model, ids, tokens_restored = loud(build(family)), prompt(TOKENS), TOKENS - REPLAYED_TOKENS
     model = with_key_biases(model, 30.0) if family == "qwen2" else model
     method = Krul(0.5, quality=1e9, retained=0.0, codec=codec, **ANY)
-    kept = suspended(model, store, method, ids)
-    assert len(pairs_in(store)) == 2 and "2 of 2 pairs" in kept.merging
+    suspension = suspended(model, store, method, ids)
+    assert len(pairs_in(store)) == 2 and "2 of 2 pairs" in suspension.merging
     cache = TieredCache(model, store, conversation="alice", method=method, record=False)
-    found = said(model, cache, ids, REPLAYED_TOKENS)
-    assert cache.stats.tokens_restored == restored
-    whole = prefilled(model, [kv_of(model, ids)], restored)
-    loss = divergence(said(model, whole, ids[:, restored:], REPLAYED_TOKENS), found)
-    stated = float(kept.merging.partition("loss of ")[2].split()[0])
+    log_probs = said(model, cache, ids, REPLAYED_TOKENS)
+    assert cache.stats.tokens_restored == tokens_restored
+    full_cache = prefilled(model, [kv_of(model, ids)], tokens_restored)
+    loss = divergence(said(model, full_cache, ids[:, tokens_restored:], REPLAYED_TOKENS), log_probs)
+    stated = float(suspension.merging.partition("loss of ")[2].split()[0])
     assert loss > 0.01 and stated == pytest.approx(loss, rel=0.05)  # two digits are stated
 
 
@@ -187,20 +187,22 @@ def test_pairs_whose_kv_moves_far_are_not_replayed(store, monkeypatch):
     assert (result.pairs, replay.replays) == (RANKED[:3], 1) and 0.4 < result.refused_change < 0.5
     assert accepted_pairs(replay, PAIRS, moved, 0.1, 0.01).pairs == () and replay.replays == 1
     losses = counting(monkeypatch)
-    kept = suspended(loud(build("llama")), store, Krul(**ANY | {"change": 0.2}), prompt(TOKENS))
-    assert not losses and kept.merging.startswith("no layers share KV: a merge moves that of any two by 0.7")
+    suspension = suspended(loud(build("llama")), store, Krul(**ANY | {"change": 0.2}), prompt(TOKENS))
+    assert not losses and suspension.merging.startswith("no layers share KV: a merge moves that of any two by 0.7")
     by_attention = Krul(gamma=0.0, pairs_by="attention", **ANY | {"change": 0.2})
-    kept = suspended(loud(build("llama")), store, by_attention, prompt(2 * TOKENS))
-    assert not losses and kept.merging.startswith("0 of 2 pairs of layers share KV; the KV of others would move by 0.7")
+    suspension = suspended(loud(build("llama")), store, by_attention, prompt(2 * TOKENS))
+    assert not losses and suspension.merging.startswith(
+        "0 of 2 pairs of layers share KV; the KV of others would move by 0.7"
+    )
 
 
 @pytest.mark.parametrize("codec", ["raw", "int8"])
 def test_layers_that_are_not_alike_are_refused(store, codec):
     model, ids = loud(build("llama")), prompt(TOKENS)
-    kept = suspended(model, store, Krul(codec=codec, **ANY), ids)
-    assert not pairs_in(store) and kept.merging.startswith("0 of 2 pairs of layers share KV; more would lose")
-    assert store.conversations()[0].merging == kept.merging and not kept.reason
-    assert suspended(alike(build("llama"), same=False), store, Krul(codec=codec, **ANY), ids).merging.startswith(
+    suspension = suspended(model, store, Krul(codec=codec, **ANY), ids)
+    assert not pairs_in(store) and suspension.merging.startswith("0 of 2 pairs of layers share KV; more would lose")
+    assert store.conversations()[0].merging == suspension.merging and not suspension.reason
+    assert suspended(alike(build("llama"), equal=False), store, Krul(codec=codec, **ANY), ids).merging.startswith(
         "0 of 2"
     )
     assert not pairs_in(store)
@@ -214,11 +216,11 @@ def test_layers_that_are_not_alike_are_refused(store, codec):
 def test_layers_that_are_alike_share_and_the_next_turn_stays_within_the_target(store, codec):
     model, ids, method = alike(build("llama")), prompt(TOKENS), Krul(codec=codec, **ANY)
     assert suspended(model, store, method, ids).tokens == TOKENS and len(pairs_in(store)) == 2
-    asked = torch.cat([ids, prompt(40, seed=5)], dim=1)
+    longer_ids = torch.cat([ids, prompt(40, seed=5)], dim=1)
     cache = TieredCache(model, store, conversation="alice", method=method, record=False)
-    found = said(model, cache, asked, 40)
+    log_probs = said(model, cache, longer_ids, 40)
     assert cache.stats.tokens_restored == TOKENS
-    assert divergence(said(model, DynamicCache(), asked, 40), found) <= method.quality
+    assert divergence(said(model, DynamicCache(), longer_ids, 40), log_probs) <= method.quality
 
 
 def test_what_a_trained_model_accepts_stays_within_the_target(tmp_path):
@@ -227,12 +229,12 @@ def test_what_a_trained_model_accepts_stays_within_the_target(tmp_path):
         ids = torch.tensor([[token for document in context.documents for token in document]])
         end = ids.shape[1] - 96
         with KVStore(tmp_path / str(number), engine="posix") as store:
-            kept = suspended(model, store, Krul(recompute=0.0), ids[:, :end])
+            suspension = suspended(model, store, Krul(recompute=0.0), ids[:, :end])
             cache = TieredCache(model, store, conversation="alice", method=Krul(recompute=0.0), record=False)
-            found = said(model, cache, ids, 96)
-            assert cache.stats.tokens_restored == kept.tokens == end // 16 * 16
+            log_probs = said(model, cache, ids, 96)
+            assert cache.stats.tokens_restored == suspension.tokens == end // 16 * 16
             accepted += bool(pairs_in(store))
-        assert divergence(said(model, DynamicCache(), ids, 96), found) <= 0.01
+        assert divergence(said(model, DynamicCache(), ids, 96), log_probs) <= 0.01
     assert accepted
 
 
@@ -241,13 +243,13 @@ def test_a_trained_model_whose_layers_are_not_alike_is_refused(store, tmp_path, 
     model, losses = AutoModelForCausalLM.from_pretrained(STORIES, dtype=torch.float32).eval(), counting(monkeypatch)
     text = " ".join(sentences(Data(None))[:200])
     ids = torch.tensor([AutoTokenizer.from_pretrained(STORIES)(text)["input_ids"][:400]])
-    kept = suspended(model, store, Krul(recompute=0.0), ids)
-    assert kept.merging.startswith("no layers share KV: a merge moves that of any two by 0.") and not losses
+    suspension = suspended(model, store, Krul(recompute=0.0), ids)
+    assert suspension.merging.startswith("no layers share KV: a merge moves that of any two by 0.") and not losses
     for pairs_by in ("kv", "attention"):
-        with KVStore(tmp_path / pairs_by, engine="posix") as other:
-            kept = suspended(model, other, Krul(pairs_by=pairs_by, gamma=0.0, **ANY), ids)
-            assert kept.merging.startswith("0 of 2 pairs of layers share KV; more would lose") and losses
-            assert not pairs_in(other)
+        with KVStore(tmp_path / pairs_by, engine="posix") as other_store:
+            suspension = suspended(model, other_store, Krul(pairs_by=pairs_by, gamma=0.0, **ANY), ids)
+            assert suspension.merging.startswith("0 of 2 pairs of layers share KV; more would lose") and losses
+            assert not pairs_in(other_store)
 
 
 def counting(monkeypatch):
@@ -266,8 +268,8 @@ def test_a_short_first_turn_decides_nothing(store):
     model, ids, method = alike(build("llama")), prompt(400), Krul(**ANY)
     assert suspended(model, store, method, ids[:, :20]).merging == ""
     assert suspended(model, store, method, ids[:, :120]).merging == "" and not pairs_in(store)
-    kept = suspended(model, store, method, ids)
-    assert len(pairs_in(store)) == 2 and kept.merging.startswith("2 of 2 pairs")
+    suspension = suspended(model, store, method, ids)
+    assert len(pairs_in(store)) == 2 and suspension.merging.startswith("2 of 2 pairs")
 
 
 def test_what_was_refused_is_proposed_again_at_twice_the_length(store, monkeypatch):
@@ -285,8 +287,8 @@ def test_pairs_that_a_later_turn_contradicts_are_dissolved(store):
     model, ids = loud(build("llama")), prompt(400)
     suspended(model, store, Krul(quality=1e9, **ANY), ids[:, :200])
     assert len(pairs_in(store)) == 2
-    kept = suspended(model, store, Krul(quality=1e-6, change=1.0, recompute=0.0), ids)
-    assert kept.merging.startswith("0 of 2") and kept.tokens == 400
+    suspension = suspended(model, store, Krul(quality=1e-6, change=1.0, recompute=0.0), ids)
+    assert suspension.merging.startswith("0 of 2") and suspension.tokens == 400
     newest = max(store.segments(), key=lambda row: row.position)
     assert not storage_of(store).disk.reader(newest.id).shape.geometry.pairs
     cache = TieredCache(model, store, conversation="alice", method=Krul(recompute=0.0), record=False)
@@ -296,7 +298,7 @@ def test_pairs_that_a_later_turn_contradicts_are_dissolved(store):
 
 @pytest.mark.parametrize("fault", [None, RuntimeError("out of memory")])
 def test_without_a_replay_nothing_is_merged_and_all_is_stored(store, monkeypatch, fault):
-    def failing(*given):
+    def failing(*args):
         if fault is None:
             return None
         raise fault
@@ -305,9 +307,9 @@ def test_without_a_replay_nothing_is_merged_and_all_is_stored(store, monkeypatch
         monkeypatch.setattr(suspend, "_replay", failing)
     else:
         monkeypatch.setattr(CacheReplay, "loss", failing)
-    kept = suspended(alike(build("llama")), store, Krul(**ANY), prompt(TOKENS))
-    assert kept.tokens == TOKENS and not kept.reason and not pairs_in(store)
-    assert kept.merging.startswith("no layers share KV: the ")
+    suspension = suspended(alike(build("llama")), store, Krul(**ANY), prompt(TOKENS))
+    assert suspension.tokens == TOKENS and not suspension.reason and not pairs_in(store)
+    assert suspension.merging.startswith("no layers share KV: the ")
 
 
 KILLED = f"""
@@ -325,8 +327,8 @@ with KVStore(sys.argv[1]) as store:
 
 
 def test_a_kill_between_replay_and_store_loses_nothing(root):
-    done = processes.run([sys.executable, "-c", KILLED, str(root)], timeout=240, cwd=Path(__file__).parents[2])
-    assert done.returncode == 9
+    process = processes.run([sys.executable, "-c", KILLED, str(root)], timeout=240, cwd=Path(__file__).parents[2])
+    assert process.returncode == 9
     with KVStore(root) as store:
         assert store.verify().ok and not pairs_in(store)
         model, method = alike(build("llama")), Krul(**ANY)

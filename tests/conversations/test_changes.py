@@ -31,7 +31,7 @@ def changed(before, after):
 @pytest.mark.parametrize("retained", [0.0, 0.05, 0.5])
 def test_the_estimate_is_the_change_of_the_merge(toward, retained):
     kv = kv_of(SAMPLED_TOKENS)
-    found = merge_changes(kv, ["kind"] * LAYERS, toward, retained)
+    changes = merge_changes(kv, ["kind"] * LAYERS, toward, retained)
     for first in range(LAYERS):
         for second in range(first + 1, LAYERS):
             after = merge_layers(kv[first], kv[second], Direction(), toward, retained)
@@ -40,8 +40,8 @@ def test_the_estimate_is_the_change_of_the_merge(toward, retained):
                 for layer, merged_layer in zip((kv[first], kv[second]), after, strict=True)
                 for tensor, merged in zip(layer, merged_layer, strict=True)
             ]
-            assert found[first, second] == pytest.approx(np.sqrt(np.mean(squares)), rel=1e-3)
-    assert (found[:-1, 1:][np.triu_indices(LAYERS - 1)] > 0.1).all() and found[0, 1] < found[0, 3]
+            assert changes[first, second] == pytest.approx(np.sqrt(np.mean(squares)), rel=1e-3)
+    assert (changes[:-1, 1:][np.triu_indices(LAYERS - 1)] > 0.1).all() and changes[0, 1] < changes[0, 3]
 
 
 def test_some_tokens_stand_for_the_others():
@@ -53,10 +53,10 @@ def test_some_tokens_stand_for_the_others():
 
 
 def test_equal_layers_do_not_change_and_other_kinds_cannot_be_merged():
-    (one, *_), wide = kv_of(40), (torch.ones(1, 3, 40, 4),) * 2
-    found = merge_changes([one, wide, one, wide], ["a", "b", "a", "b"], 0.4, 0.0)
-    assert found[0, 2] == pytest.approx(0, abs=1e-3) and found[1, 3] == pytest.approx(0, abs=1e-3)
-    assert np.isinf(found[[0, 0, 1, 2], [1, 3, 2, 3]]).all()
+    (narrow, *_), wide = kv_of(40), (torch.ones(1, 3, 40, 4),) * 2
+    changes = merge_changes([narrow, wide, narrow, wide], ["a", "b", "a", "b"], 0.4, 0.0)
+    assert changes[0, 2] == pytest.approx(0, abs=1e-3) and changes[1, 3] == pytest.approx(0, abs=1e-3)
+    assert np.isinf(changes[[0, 0, 1, 2], [1, 3, 2, 3]]).all()
 
 
 def test_a_layer_without_values_and_an_empty_model_are_no_fault():

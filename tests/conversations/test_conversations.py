@@ -45,8 +45,8 @@ def model():
 
 def turn(model, cache, history, more=12, seed=5):
     """Run a turn with `more` tokens of the user and an answer. Return the history, int `[1, n]`."""
-    asked = torch.cat([history, prompt(more, seed=seed)], dim=1)
-    return model.generate(asked, past_key_values=cache, **GREEDY)
+    ids = torch.cat([history, prompt(more, seed=seed)], dim=1)
+    return model.generate(ids, past_key_values=cache, **GREEDY)
 
 
 def begun(model, store, name="alice-42", **settings):
@@ -60,8 +60,8 @@ def plain(model, ids):
 
 
 def info(store, name="alice-42"):
-    (found,) = [each for each in store.conversations() if each.id == name]
-    return found
+    (match,) = [record for record in store.conversations() if record.id == name]
+    return match
 
 
 def record_path(root, name="alice-42"):
@@ -99,24 +99,24 @@ def test_a_turn_in_another_process_has_the_bits_of_an_uninterrupted_one(root, fa
     model = build(family, getattr(torch, dtype))
     remembering = Remembering(model)
     history = model.generate(prompt(FIRST), past_key_values=remembering, **GREEDY)
-    asked = torch.cat([history, prompt(9, seed=5)], dim=1)
+    ids = torch.cat([history, prompt(9, seed=5)], dim=1)
     with KVStore(root) as store:
         cache = TieredCache(model, store, conversation="alice-42")
-        ours = model.generate(asked, past_key_values=cache, **LOGITS)
-        restored = cache.stats.tokens_restored
-    assert restored == (FIRST + 20 - 1) // 16 * 16  # the last token said was never computed with
-    theirs = model.generate(asked, past_key_values=prefilled(model, [remembering.all()], restored), **LOGITS)
-    assert torch.equal(ours.sequences, theirs.sequences)
-    assert all(torch.equal(a, b) for a, b in zip(ours.logits, theirs.logits, strict=True))
+        output = model.generate(ids, past_key_values=cache, **LOGITS)
+        tokens_restored = cache.stats.tokens_restored
+    assert tokens_restored == (FIRST + 20 - 1) // 16 * 16  # the last token said was never computed with
+    expected = model.generate(ids, past_key_values=prefilled(model, [remembering.all()], tokens_restored), **LOGITS)
+    assert torch.equal(output.sequences, expected.sequences)
+    assert all(torch.equal(a, b) for a, b in zip(output.logits, expected.logits, strict=True))
 
 
 def test_turn_after_turn_each_with_a_cache_of_its_own(model, store):
     history = prompt(FIRST)
     for number in range(4):
         with TieredCache(model, store, conversation="alice-42") as cache:
-            asked = torch.cat([history, prompt(12, seed=number)], dim=1)
-            before, history = history.shape[1], model.generate(asked, past_key_values=cache, **GREEDY)
-            assert torch.equal(history, plain(model, asked))
+            ids = torch.cat([history, prompt(12, seed=number)], dim=1)
+            before, history = history.shape[1], model.generate(ids, past_key_values=cache, **GREEDY)
+            assert torch.equal(history, plain(model, ids))
             assert cache.stats.tokens_restored == ((before - 1) // 16 * 16 if number else 0)
             assert cache.stats.reason == ("" if number else reasons.NOTHING)
     assert info(store).turns == 4
@@ -126,20 +126,20 @@ def test_suspend_says_what_it_kept_and_lets_memory_go(model, store):
     cache = TieredCache(model, store, conversation="alice-42")
     history = turn(model, cache, prompt(FIRST))
     buffers = [weakref.ref(layer._keys) for layer in cache.layers]
-    held = cache.get_seq_length()
+    length = cache.get_seq_length()
     gc.disable()
     try:
-        kept = cache.suspend()
+        suspension = cache.suspend()
         assert [ref() for ref in buffers] == [None] * len(buffers)
     finally:
         gc.enable()
     assert cache.get_seq_length() == 0
-    assert (kept.tokens, kept.unstored, kept.reason) == (held // 16 * 16, held % 16, "")
-    assert kept.bytes == sum(row.nbytes for row in store.segments()) and kept.seconds > 0
+    assert (suspension.tokens, suspension.unstored, suspension.reason) == (length // 16 * 16, length % 16, "")
+    assert suspension.bytes == sum(row.nbytes for row in store.segments()) and suspension.seconds > 0
     assert torch.equal(turn(model, cache, history, seed=8), plain(model, torch.cat([history, prompt(12, seed=8)], 1)))
-    assert cache.stats.tokens_restored == kept.tokens
+    assert cache.stats.tokens_restored == suspension.tokens
     again = cache.suspend()
-    assert again.tokens > kept.tokens
+    assert again.tokens > suspension.tokens
     assert info(store).turns == 2 and info(store).tokens == again.tokens
     assert cache.suspend().tokens == 0 and info(store).turns == 2  # nothing was said: nothing is noted
 
@@ -171,10 +171,10 @@ def test_an_edited_history_is_restored_up_to_the_edit(model, store, edit):
 def test_without_an_id_suspend_stores_and_lets_go_too(model, store):
     with TieredCache(model, store) as cache:
         turn(model, cache, prompt(FIRST))
-        held = cache.get_seq_length()
+        length = cache.get_seq_length()
     assert cache.conversation is None and cache.get_seq_length() == 0
     assert cache.suspend().tokens == 0
-    assert sum(row.tokens for row in store.segments()) == held // 16 * 16
+    assert sum(row.tokens for row in store.segments()) == length // 16 * 16
     assert store.conversations() == []
 
 
@@ -255,10 +255,10 @@ def test_a_batch_of_several_prompts_is_refused(model, store):
 def test_beams_and_samples_are_one_conversation(model, store, mode):
     torch.manual_seed(3)
     with TieredCache(model, store, conversation="alice-42") as cache:
-        said = model.generate(prompt(FIRST), past_key_values=cache, **GREEDY | mode)[:1]
+        output = model.generate(prompt(FIRST), past_key_values=cache, **GREEDY | mode)[:1]
     assert info(store).tokens >= FIRST // 16 * 16
     with TieredCache(model, store, conversation="alice-42") as cache:
-        turn(model, cache, said)
+        turn(model, cache, output)
         assert cache.stats.tokens_restored == (FIRST + 20 - 1) // 16 * 16  # of whichever row
 
 
@@ -267,9 +267,9 @@ def test_a_fork_goes_on_without_the_name(model, store):
     history = turn(model, cache, prompt(FIRST))
     twin = cache.fork()
     assert (twin.conversation, cache.conversation) == (None, "alice-42")
-    for seed, each in ((7, twin), (8, cache)):
-        asked = torch.cat([history, prompt(12, seed=seed)], dim=1)
-        assert torch.equal(model.generate(asked, past_key_values=each, **GREEDY), plain(model, asked))
+    for seed, kv_cache in ((7, twin), (8, cache)):
+        ids = torch.cat([history, prompt(12, seed=seed)], dim=1)
+        assert torch.equal(model.generate(ids, past_key_values=kv_cache, **GREEDY), plain(model, ids))
 
 
 def test_a_fork_of_a_conversation_leaves_its_segments_as_they_are(model, store):
@@ -282,9 +282,9 @@ def test_a_fork_of_a_conversation_leaves_its_segments_as_they_are(model, store):
     twin.suspend()
     assert before <= {row.id for row in store.segments()}
     cache.suspend()
-    (kept,) = info(store).segments
+    (segment_id,) = info(store).segments
     assert before.isdisjoint(row.id for row in store.segments())
-    assert kept in {row.id for row in store.segments()}
+    assert segment_id in {row.id for row in store.segments()}
 
 
 @pytest.mark.parametrize("name", ["", "x" * 201, 7, None, "\ud800", b"alice"])
@@ -340,9 +340,9 @@ def test_a_second_process_is_told_and_nothing_is_lost(model, store, holder):
     before = time.time()
     with pytest.raises(
         ConversationInUseError, match=f"in use by process {holder.pid} since .*suspend it there"
-    ) as told:
+    ) as raised:
         TieredCache(model, store, conversation="alice-42")
-    assert told.value.pid == holder.pid and before - 60 < told.value.since < before
+    assert raised.value.pid == holder.pid and before - 60 < raised.value.since < before
     with TieredCache(model, store, conversation="bob") as cache:  # others are free
         turn(model, cache, prompt(FIRST, seed=9))
     holder.stdin.write("\n")
@@ -369,8 +369,8 @@ def test_listings_say_who_goes_on_with_it(model, store, root):
     )
     try:
         assert process.stdout.readline() == "ready\n"
-        found = info(store)
-        assert found.in_use_by == process.pid and found.used == found.in_use_since
+        record = info(store)
+        assert record.in_use_by == process.pid and record.used == record.in_use_since
         with pytest.raises(ConversationInUseError):
             store.remove_conversation("alice-42")
         assert info(store).turns == 1
@@ -394,8 +394,8 @@ def test_a_newer_cache_takes_over_and_the_older_one_goes_on_when_it_is_suspended
     history = turn(model, newer, history)
     assert newer.stats.tokens_restored == (FIRST + 12 + 20 - 1) // 16 * 16  # what the older one had not stored yet
     newer.suspend()
-    asked = torch.cat([history, prompt(12, seed=6)], dim=1)
-    assert torch.equal(model.generate(asked, past_key_values=older, **GREEDY), plain(model, asked))
+    ids = torch.cat([history, prompt(12, seed=6)], dim=1)
+    assert torch.equal(model.generate(ids, past_key_values=older, **GREEDY), plain(model, ids))
     older.suspend()
     assert info(store).turns == 3
 
@@ -408,10 +408,10 @@ def test_an_answer_under_way_is_finished_though_another_cache_has_taken_over(mod
                 self.newer = TieredCache(model, store, conversation="alice-42")
 
     older, streamer = TieredCache(model, store, conversation="alice-42"), TakingOver()
-    said = model.generate(prompt(FIRST), past_key_values=older, streamer=streamer, **GREEDY)
-    assert torch.equal(said, plain(model, prompt(FIRST)))
+    output = model.generate(prompt(FIRST), past_key_values=older, streamer=streamer, **GREEDY)
+    assert torch.equal(output, plain(model, prompt(FIRST)))
     with pytest.raises(ConversationInUseError, match="call its suspend"):
-        turn(model, older, said)
+        turn(model, older, output)
     older.suspend()
     with pytest.raises(ConversationInUseError):
         model(prompt(FIRST), past_key_values=older)
@@ -423,8 +423,8 @@ def test_suspending_the_older_of_two_leaves_the_record_to_the_newer(model, store
     older = TieredCache(model, store, conversation="alice-42")
     turn(model, older, prompt(FIRST))
     newer = TieredCache(model, store, conversation="alice-42")
-    kept = older.suspend()
-    assert "a newer cache of this process" in kept.reason and kept.tokens > 0
+    suspension = older.suspend()
+    assert "a newer cache of this process" in suspension.reason and suspension.tokens > 0
     assert store.conversations() == [] and older.get_seq_length() == 0
     turn(model, newer, prompt(FIRST))
     assert newer.stats.tokens_restored == (FIRST + 12 - 1) // 16 * 16
@@ -444,8 +444,8 @@ def test_an_older_cache_that_is_suspended_last_goes_on_from_the_newer_ones_recor
 
 def test_a_newer_cache_through_another_store_takes_over_too(model, store, root):
     older = TieredCache(model, store, conversation="alice-42")
-    with KVStore(root) as other:
-        newer = TieredCache(model, other, conversation="alice-42")
+    with KVStore(root) as other_store:
+        newer = TieredCache(model, other_store, conversation="alice-42")
         with pytest.raises(ConversationInUseError):
             turn(model, older, prompt(FIRST))
         del newer
@@ -567,16 +567,16 @@ def test_a_full_disk_is_said_and_the_turn_before_stays(model, store, monkeypatch
         raise OSError(errno.ENOSPC, "No space left on device")
 
     cache = TieredCache(model, store, conversation="alice-42")
-    said = turn(model, cache, history, more=40)
+    output = turn(model, cache, history, more=40)
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", full)
-        kept = cache.suspend()
-    assert (kept.tokens, kept.unstored) == (before.tokens, said.shape[1] - 1 - before.tokens)
-    assert "No space left" in kept.reason or kept.reason == reasons.NOT_STORED
+        suspension = cache.suspend()
+    assert (suspension.tokens, suspension.unstored) == (before.tokens, output.shape[1] - 1 - before.tokens)
+    assert "No space left" in suspension.reason or suspension.reason == reasons.NOT_STORED
     assert info(store) == before
     assert [path.suffix for path in (store.path / "conversations").iterdir()] == [".json"]
     with TieredCache(model, store, conversation="alice-42") as cache:
-        assert torch.equal(turn(model, cache, said), plain(model, torch.cat([said, prompt(12, seed=5)], dim=1)))
+        assert torch.equal(turn(model, cache, output), plain(model, torch.cat([output, prompt(12, seed=5)], dim=1)))
         assert cache.stats.tokens_restored == before.tokens
 
 
@@ -584,9 +584,9 @@ def test_a_quota_without_room_is_said(model, root):
     with KVStore(root, disk_quota="300KiB") as store:
         with TieredCache(model, store, conversation="alice-42") as cache:
             turn(model, cache, prompt(900))
-            kept = cache.suspend()
-        assert (kept.tokens, kept.unstored > 800) == (0, True)
-        assert kept.reason == reasons.NOT_STORED
+            suspension = cache.suspend()
+        assert (suspension.tokens, suspension.unstored > 800) == (0, True)
+        assert suspension.reason == reasons.NOT_STORED
         assert store.conversations() == []
 
 
@@ -600,16 +600,16 @@ def test_a_store_that_cannot_be_written_restores_and_says_so(model, root, monkey
         with TieredCache(model, store, conversation="alice-42") as cache:
             turn(model, cache, history, more=40)
             assert cache.stats.tokens_restored == before.tokens
-            kept = cache.suspend()
-        assert kept.tokens == before.tokens and kept.reason
+            suspension = cache.suspend()
+        assert suspension.tokens == before.tokens and suspension.reason
         assert info(store) == before
 
 
 def test_what_is_not_recorded_is_not_noted(model, store):
     with TieredCache(model, store, conversation="alice-42", record=False) as cache:
         turn(model, cache, prompt(FIRST))
-        kept = cache.suspend()
-    assert (kept.tokens, kept.reason) == (0, reasons.NOT_RECORDED)
+        suspension = cache.suspend()
+    assert (suspension.tokens, suspension.reason) == (0, reasons.NOT_RECORDED)
     assert store.conversations() == []
 
 
@@ -620,13 +620,13 @@ def test_what_cannot_be_stored_is_said(store):
         mask = torch.ones(1, FIRST + 40, dtype=torch.long)
         mask[0, 50] = 0
         model(prompt(40, seed=2), attention_mask=mask, past_key_values=cache)
-        kept = cache.suspend()
-        assert (kept.tokens, kept.unstored, kept.reason) == (48, FIRST + 40 - 48, reasons.ODD_MASK)
+        suspension = cache.suspend()
+        assert (suspension.tokens, suspension.unstored, suspension.reason) == (48, FIRST + 40 - 48, reasons.ODD_MASK)
         assert info(store).tokens == 48
         model.train()
         model(prompt(FIRST), past_key_values=cache)
-        kept = cache.suspend()
-        assert (kept.tokens, kept.unstored, kept.reason) == (0, FIRST, reasons.TRAINING)
+        suspension = cache.suspend()
+        assert (suspension.tokens, suspension.unstored, suspension.reason) == (0, FIRST, reasons.TRAINING)
         assert info(store).turns == 1
 
 
@@ -636,8 +636,8 @@ def test_what_cannot_be_stored_is_said(store):
 def test_kv_that_was_evicted_has_its_reason_and_is_listed(model, store):
     history = begun(model, store)
     store.remove([row.id for row in store.segments()])
-    found = info(store)
-    assert (found.evicted, found.tokens_there, found.bytes) == (found.segments, 0, 0) and found.tokens > 0
+    record = info(store)
+    assert (record.evicted, record.tokens_there, record.bytes) == (record.segments, 0, 0) and record.tokens > 0
     with TieredCache(model, store, conversation="alice-42") as cache:
         assert torch.equal(turn(model, cache, history), plain(model, torch.cat([history, prompt(12, seed=5)], dim=1)))
         assert cache.stats.reason == reasons.EVICTED
@@ -686,13 +686,13 @@ def test_another_model_leaves_the_record_until_it_is_suspended_in_its_place(stor
 def test_what_is_listed(model, store):
     started = time.time()
     history = begun(model, store, method=Exact(decline=False))
-    found = info(store)
-    assert found.model["class"] == "LlamaForCausalLM"
-    assert (found.method, found.provenance) == ("exact:decline=False", "exact")
-    assert found.tokens == found.tokens_there == (history.shape[1] - 1) // 16 * 16
-    assert found.segments == [row.id for row in sorted(store.segments(), key=lambda row: row.position)]
-    assert started <= found.created <= found.used <= time.time()
-    assert json.loads(json.dumps(found.as_dict()))["id"] == "alice-42"
+    record = info(store)
+    assert record.model["class"] == "LlamaForCausalLM"
+    assert (record.method, record.provenance) == ("exact:decline=False", "exact")
+    assert record.tokens == record.tokens_there == (history.shape[1] - 1) // 16 * 16
+    assert record.segments == [row.id for row in sorted(store.segments(), key=lambda row: row.position)]
+    assert started <= record.created <= record.used <= time.time()
+    assert json.loads(json.dumps(record.as_dict()))["id"] == "alice-42"
 
 
 def test_a_conversation_is_removed_with_what_is_its_own(model, store):
@@ -702,10 +702,10 @@ def test_a_conversation_is_removed_with_what_is_its_own(model, store):
             model(shared, past_key_values=cache, logits_to_keep=1)
             cache.store_now()
             turn(model, cache, shared, seed=seed)
-    both = set(info(store, "alice").segments) & set(info(store, "bob").segments)
-    assert both
-    assert store.remove_conversation("alice") == len(info(store, "bob").segments) - len(both)
-    assert [each.id for each in store.conversations()] == ["bob"]
+    shared_ids = set(info(store, "alice").segments) & set(info(store, "bob").segments)
+    assert shared_ids
+    assert store.remove_conversation("alice") == len(info(store, "bob").segments) - len(shared_ids)
+    assert [record.id for record in store.conversations()] == ["bob"]
     assert info(store, "bob").evicted == []
     with pytest.raises(ConfigError, match="conversation 'alice' does not exist"):
         store.remove_conversation("alice")
@@ -720,24 +720,24 @@ def test_what_a_record_that_cannot_be_read_may_name_is_not_deleted(model, store,
     for name in ("alice", "bob"):
         with TieredCache(model, store, conversation=name) as cache:
             model(shared, past_key_values=cache, logits_to_keep=1)
-    kept, name = store.segments(), conversation_name("bob") + ".json"
+    segments, name = store.segments(), conversation_name("bob") + ".json"
     if fault == "newer":
         path = root / "conversations" / name
         path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 99}, indent=1))
     else:
-        read = StoreRoot.read
+        real_read = StoreRoot.read
 
         def failing(self, kind, file):
             if file == name:
                 raise OSError(errno.EMFILE, "too many open files")
-            return read(self, kind, file)
+            return real_read(self, kind, file)
 
         monkeypatch.setattr(StoreRoot, "read", failing)
     error, text = (OtherFormatError, None) if fault == "newer" else (StoreError, "too many open files")
     with pytest.raises(error, match=text):
         store.remove_conversation("alice")
     monkeypatch.undo()
-    assert store.segments() == kept
+    assert store.segments() == segments
     assert info(store, "alice").evicted == []
 
 
@@ -768,28 +768,28 @@ def test_gc_forgets_conversations_of_which_nothing_is_left(model, store, root):
     newer = folder / ("3" * 32 + ".json")
     newer.write_text(json.dumps({"format": 99}))
     store.remove(row.id for row in store.segments())
-    held = TieredCache(model, store, conversation="alice")  # in use: it stays
+    open_cache = TieredCache(model, store, conversation="alice")  # in use: it stays
     assert store.gc(dry_run=True).conversations == 2
     assert len(list(folder.iterdir())) == 8
     assert store.gc().conversations == 2
-    assert [each.id for each in store.conversations()] == ["alice"]
+    assert [record.id for record in store.conversations()] == ["alice"]
     assert len(list(folder.iterdir())) == 5 and newer.exists()  # and alice's record and lock, and what is not ours
-    held.suspend()
+    open_cache.suspend()
     report = store.gc()
     assert report.conversations == 1
-    left = sorted(path.name for path in folder.iterdir())
-    assert left == ["0" * 32 + ".json", "1" * 32 + ".partial", newer.name]
-    assert report.unknown == [f"conversations/{name}" for name in left]
+    file_names = sorted(path.name for path in folder.iterdir())
+    assert file_names == ["0" * 32 + ".json", "1" * 32 + ".partial", newer.name]
+    assert report.unknown == [f"conversations/{name}" for name in file_names]
 
 
 def test_a_conversation_keeps_its_segments_when_they_are_rewritten(model, store):
     begun(model, store)
     begun(model, store, "bob")
-    (before,) = {tuple(each.segments) for each in store.conversations()}
+    (before,) = {tuple(record.segments) for record in store.conversations()}
     assert store.relayout(ContiguousKV(0.3), progress=False) == len(before)
-    for each in store.conversations():
-        assert each.tokens_there == each.tokens and not each.evicted
-        assert not set(each.segments) & set(before)
+    for record in store.conversations():
+        assert record.tokens_there == record.tokens and not record.evicted
+        assert not set(record.segments) & set(before)
     assert store.gc().conversations == 0
     store.remove_conversation("bob")
     assert len(store.segments()) == len(before)
@@ -798,7 +798,7 @@ def test_a_conversation_keeps_its_segments_when_they_are_rewritten(model, store)
 
 def test_a_segment_stays_if_the_record_of_its_conversation_cannot_be_written(model, store, monkeypatch, caplog):
     begun(model, store)
-    (before,) = (each.segments for each in store.conversations())
+    (before,) = (record.segments for record in store.conversations())
 
     def fail(*names):
         raise OSError(5, "the disk fails")
@@ -821,11 +821,11 @@ def test_clearing_the_disk_forgets_conversations(model, store, root):
 
 def test_records_count_in_the_quota(model, store, root):
     begun(model, store)
-    used = store._storage.disk.used_bytes()
+    used_before = store._storage.disk.used_bytes()
     (root / "conversations" / ("0" * 32 + ".json")).write_bytes(bytes(100_000))
-    assert store._storage.disk.used_bytes() - used >= 100_000
+    assert store._storage.disk.used_bytes() - used_before >= 100_000
     shutil.rmtree(root / "conversations")
-    assert store._storage.disk.used_bytes() - used < 50_000
+    assert store._storage.disk.used_bytes() - used_before < 50_000
     begun(model, store)  # and the folder is made anew
     assert len(store.conversations()) == 1
 
@@ -913,51 +913,51 @@ def test_what_is_computed_behind_a_choice_is_the_conversations_own(model, store)
         and not Exact(codec="int8").records_approximations
     )
     history = prompt(200)
-    restored = []
+    token_counts = []
     for seed in range(3):
         with TieredCache(model, store, conversation="alice-42", method=method) as cache:
             history = turn(model, cache, history, more=40, seed=seed)
-            restored.append(cache.stats.tokens_restored)
+            token_counts.append(cache.stats.tokens_restored)
             if seed:
                 assert 0 < cache.stats.tokens_attended < cache.stats.tokens_restored
-            kept = cache.suspend()
-        assert kept.tokens == (history.shape[1] - 1) // 16 * 16 and kept.reason == ""
-    assert restored == [0, 256, 304]
+            suspension = cache.suspend()
+        assert suspension.tokens == (history.shape[1] - 1) // 16 * 16 and suspension.reason == ""
+    assert token_counts == [0, 256, 304]
     assert {row.provenance for row in store.segments()} == {info(store).provenance}
     assert info(store).provenance.startswith("private ")
-    for other in (
+    for options in (
         {"method": Exact()},
         {"method": method},
         {"conversation": "bob", "method": method},
         {"conversation": "alice-42", "method": Exact()},
         {"method": ContiguousKV(0.25, period=2)},
     ):
-        cache = TieredCache(model, store, record=False, **other)
-        asked = torch.cat([history, prompt(12, seed=9)], dim=1)
-        assert torch.equal(model.generate(asked, past_key_values=cache, **GREEDY), plain(model, asked))
+        cache = TieredCache(model, store, record=False, **options)
+        ids = torch.cat([history, prompt(12, seed=9)], dim=1)
+        assert torch.equal(model.generate(ids, past_key_values=cache, **GREEDY), plain(model, ids))
         assert cache.stats.tokens_restored == 0
-        if other.get("conversation") == "alice-42":
+        if options.get("conversation") == "alice-42":
             assert "stored by the method 'Private" in cache.stats.reason
 
 
 @pytest.mark.parametrize("method", [ContiguousKV(0.25, period=2), Impress(0.25)], ids=["contiguous_kv", "impress"])
 def test_turns_after_a_selection_are_computed_exactly_when_suspended(model, store, method):
     """Any method and conversation then restores them."""
-    history, restored, stored = prompt(200), [], [0]
+    history, token_counts, stored = prompt(200), [], [0]
     for seed in range(4):
         with TieredCache(model, store, conversation="alice-42", method=method, progress=False) as cache:
             history = turn(model, cache, history, more=40, seed=seed)
-            restored.append(cache.stats.tokens_restored)
-            assert not seed or 0 < cache.stats.tokens_attended < restored[-1]
-            kept = cache.suspend()
-        assert kept.tokens >= (history.shape[1] - 1) // 16 * 16 and kept.reason == ""
-        stored.append(kept.tokens)
-    assert restored == stored[:-1]
-    asked = torch.cat([history, prompt(12, seed=9)], dim=1)
+            token_counts.append(cache.stats.tokens_restored)
+            assert not seed or 0 < cache.stats.tokens_attended < token_counts[-1]
+            suspension = cache.suspend()
+        assert suspension.tokens >= (history.shape[1] - 1) // 16 * 16 and suspension.reason == ""
+        stored.append(suspension.tokens)
+    assert token_counts == stored[:-1]
+    ids = torch.cat([history, prompt(12, seed=9)], dim=1)
     cache = TieredCache(model, store, method=Exact(recompute=0.0, decline=False), record=False)
     with torch.no_grad():
-        ours = model(asked, past_key_values=cache, logits_to_keep=1).logits
-        torch.testing.assert_close(ours, model(asked, logits_to_keep=1).logits, rtol=0, atol=1e-5)
+        logits = model(ids, past_key_values=cache, logits_to_keep=1).logits
+        torch.testing.assert_close(logits, model(ids, logits_to_keep=1).logits, rtol=0, atol=1e-5)
     assert cache.stats.tokens_restored >= 384
 
 
@@ -969,8 +969,8 @@ def test_a_context_that_memory_may_not_hold_is_not_computed_exactly_and_says_so(
     with TieredCache(model, store, conversation="alice-42", method=method) as cache:
         turn(model, cache, history, more=20)
         assert cache.stats.tokens_attended < cache.stats.tokens_restored
-        kept = cache.suspend()
-    assert kept.tokens == stored and kept.reason == reasons.APPROXIMATE
+        suspension = cache.suspend()
+    assert suspension.tokens == stored and suspension.reason == reasons.APPROXIMATE
 
 
 @torch.no_grad()
@@ -988,17 +988,17 @@ class Compacting(Exact, Conversing):
 
 
 def test_the_method_is_told_before_the_record_is_written(model, store):
-    told = []
+    records = []
 
     @dataclass(frozen=True, kw_only=True)
     class Told(Compacting):
         def compact(self, idle):
-            told.append(([reader.id for reader in idle.readers], store.conversations()))
+            records.append(([reader.id for reader in idle.readers], store.conversations()))
             return None
 
     history = begun(model, store, method=Told())
-    ((segments, listed),) = told
-    assert segments == info(store).segments and listed == []
+    ((segments, record),) = records
+    assert segments == info(store).segments and record == []
 
     @dataclass(frozen=True, kw_only=True)
     class Failing(Compacting):
@@ -1012,12 +1012,12 @@ def test_the_method_is_told_before_the_record_is_written(model, store):
 
 
 @pytest.mark.parametrize(
-    "said", ["exact", "exact:codec=int8:decline=False", "contiguous_kv:budget=0.1", "kv_drive:window=3.0"]
+    "text", ["exact", "exact:codec=int8:decline=False", "contiguous_kv:budget=0.1", "kv_drive:window=3.0"]
 )
-def test_methods_in_words_are_what_make_method_takes(said):
-    method = make_method(said)
+def test_methods_in_words_are_what_make_method_takes(text):
+    method = make_method(text)
     assert make_method(describe_method(method)) == method
-    assert set(describe_method(method).split(":")) == set(said.split(":"))
+    assert set(describe_method(method).split(":")) == set(text.split(":"))
 
 
 # --- kill -9
@@ -1052,46 +1052,46 @@ MERGING = "krul:layers_shared=0.7:recompute=0.3:change=1.0:quality=None"
 
 
 @pytest.mark.parametrize(
-    ("method", "before", "kept"),
+    ("method", "before", "shared_segments"),
     [("exact", 1, 2), (MERGING, 1, 0), (MERGING, 3, 1), (MERGING, 4, 0)],
     ids=["exact", "all rewritten", "appended", "joined"],
 )
-def test_kill_9_while_it_is_suspended_leaves_a_whole_turn(tmp_path, method, before, kept):
-    """The kill comes after `before` turns; the last turn leaves `kept` earlier segments unchanged."""
+def test_kill_9_while_it_is_suspended_leaves_a_whole_turn(tmp_path, method, before, shared_segments):
+    """The kill comes after `before` turns; the last turn leaves `shared_segments` earlier segments unchanged."""
     model = build_deep("llama")
     with KVStore(tmp_path / "first") as store:
         history = begun(model, store, method=method)
         for _ in range(before - 1):
             with TieredCache(model, store, conversation="alice-42", method=method) as cache:
-                asked = torch.cat([history, prompt(40, seed=6)], dim=1)
-                history = model.generate(asked, past_key_values=cache, **GREEDY | {"max_new_tokens": 4})
+                ids = torch.cat([history, prompt(40, seed=6)], dim=1)
+                history = model.generate(ids, past_key_values=cache, **GREEDY | {"max_new_tokens": 4})
         first = info(store)
-    asked = torch.cat([history, prompt(40, seed=6)], dim=1)
-    torch.save(asked, tmp_path / "history.pt")
+    ids = torch.cat([history, prompt(40, seed=6)], dim=1)
+    torch.save(ids, tmp_path / "history.pt")
     draws, end = amount((3, 6), (6, 12))
     command = [sys.executable, "-c", KILLED, str(tmp_path), method, str(draws), str(end)]
-    done = processes.run(command, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) > 20
+    process = processes.run(command, capture_output=True, text=True, timeout=280)
+    assert process.returncode == 0, process.stderr
+    assert int(process.stdout) > 20
     folders = [*tmp_path.glob("killed-*"), tmp_path / "whole"]
     assert len(folders) == draws + end + 1
     turns = set()
     short = GREEDY | {"max_new_tokens": 4}
-    expected = model.generate(asked, **short)
+    expected = model.generate(ids, **short)
     for folder in folders:
         with KVStore(folder) as store:
             assert store.verify().ok
-            found = info(store)
-            turns.add(found.turns)
-            assert found.evicted == [] and found.tokens_there == found.tokens and found.in_use_by is None
-            assert found.tokens == first.tokens if found.turns == before else found.tokens > first.tokens
+            record = info(store)
+            turns.add(record.turns)
+            assert record.evicted == [] and record.tokens_there == record.tokens and record.in_use_by is None
+            assert record.tokens == first.tokens if record.turns == before else record.tokens > first.tokens
             if folder.name == "whole":
-                assert len(set(found.segments) & set(first.segments)) == kept
+                assert len(set(record.segments) & set(first.segments)) == shared_segments
             with TieredCache(model, store, conversation="alice-42", method=method) as cache:
-                said = model.generate(asked, past_key_values=cache, **short)
-                assert method != "exact" or torch.equal(said, expected)
+                output = model.generate(ids, past_key_values=cache, **short)
+                assert method != "exact" or torch.equal(output, expected)
                 assert cache.stats.tokens_restored >= first.tokens
-            assert info(store).turns == found.turns + 1
+            assert info(store).turns == record.turns + 1
             store.gc()
             assert [path.suffix for path in (folder / "conversations").iterdir()] == [".json"]
             assert not list((folder / "tmp").iterdir())

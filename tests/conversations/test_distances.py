@@ -86,10 +86,10 @@ def weights(model, ids, layers=None):
     model.set_attn_implementation("eager")
     try:
         with torch.no_grad():
-            found = model(input_ids=ids[None], use_cache=False, output_attentions=True).attentions
+            attentions = model(input_ids=ids[None], use_cache=False, output_attentions=True).attentions
     finally:
         model.set_attn_implementation(before)
-    return torch.stack([found[layer][0] for layer in layers or range(len(found))]).double()
+    return torch.stack([attentions[layer][0] for layer in layers or range(len(attentions))]).double()
 
 
 def direct(attention, rows=slice(None)):
@@ -105,9 +105,9 @@ def direct(attention, rows=slice(None)):
 
 def assert_same(result, expected, rows):
     assert result.missing == "" and result.rows == rows
-    for found, wanted in zip((result.euclidean, result.initial_recent), expected, strict=True):
-        assert wanted.max() > 0.05, "or there is nothing to compare"
-        np.testing.assert_allclose(found, wanted, atol=2e-4)
+    for actual, reference in zip((result.euclidean, result.initial_recent), expected, strict=True):
+        assert reference.max() > 0.05, "or there is nothing to compare"
+        np.testing.assert_allclose(actual, reference, atol=2e-4)
 
 
 def generate(model, ids, cache, tokens=6):
@@ -132,10 +132,10 @@ def test_every_row_equals_the_direct_computation(family, store):
     """This covers prompt and decoded tokens, grouped heads, scalings, layers without RoPE, and sliding layers."""
     model, ids = model_of(family), prompt(60)
     cache = TieredCache(model, store, method=Watched())
-    said = generate(model, ids, cache)
+    output = generate(model, ids, cache)
     result = observer_of(cache).result()
     assert result.layers == FULL.get(family, tuple(range(6)))
-    assert_same(result, direct(weights(model, said[0, :-1], result.layers)), said.shape[1] - 1)
+    assert_same(result, direct(weights(model, output[0, :-1], result.layers)), output.shape[1] - 1)
 
 
 def test_watching_changes_no_bit(model, store):
@@ -165,8 +165,8 @@ def test_of_a_restored_prefix_the_computed_rows_count(model, store):
 def test_rows_that_fall_with_depth_count_after_what_is_restored(model, store):
     ids = prompt(TOKENS)
     store.precompute(model, ids[:, :96], progress=False)
-    first, gone = frozenset(range(40)), (frozenset(), frozenset(range(20, 40)), frozenset(range(12, 20)))
-    cache = TieredCache(model, store, method=Pyramid(first=first, dropped=gone))
+    first, dropped_tokens = frozenset(range(40)), (frozenset(), frozenset(range(20, 40)), frozenset(range(12, 20)))
+    cache = TieredCache(model, store, method=Pyramid(first=first, dropped=dropped_tokens))
     step(model, cache, ids)
     assert cache.stats.tokens_restored == 96 - 12
     assert_same(observer_of(cache).result(), direct(weights(model, ids[0]), slice(96, None)), TOKENS - 96)
@@ -178,12 +178,12 @@ def test_rows_of_a_padded_batch_are_those_of_each_alone(model, store):
     mask = torch.ones_like(ids)
     mask[0, :20] = 0
     cache = TieredCache(model, store, method=Watched())
-    said = model.generate(
+    output = model.generate(
         input_ids=ids, attention_mask=mask, past_key_values=cache, max_new_tokens=5, min_new_tokens=5, do_sample=False
     )
     observer = observer_of(cache)
     for row, pad in enumerate((20, 0)):
-        assert_same(observer.result(row), direct(weights(model, said[row, pad:-1])), 64)
+        assert_same(observer.result(row), direct(weights(model, output[row, pad:-1])), 64)
 
 
 @pytest.mark.parametrize("at_once", [1 << 7, 1 << 13])
@@ -212,7 +212,7 @@ def test_sampled_rows_are_spread_and_stand_for_the_others(model, store):
 
 
 def test_columns_that_are_taken_back_do_not_count(model, store):
-    ids, other = prompt(80), prompt(80, seed=5)
+    ids, other_ids = prompt(80), prompt(80, seed=5)
     cache = TieredCache(model, store, method=Watched())
     step(model, cache, ids[:, :60])
     for token in range(60, 72):
@@ -220,21 +220,21 @@ def test_columns_that_are_taken_back_do_not_count(model, store):
     cache.crop(-4)
     result = observer_of(cache).result()
     assert_same(result, direct(weights(model, ids[0, :68])), 68)
-    mixed = torch.cat([ids[:, :68], other[:, :4]], dim=1)
+    mixed = torch.cat([ids[:, :68], other_ids[:, :4]], dim=1)
     for token in range(68, 72):
         step(model, cache, mixed[:, token : token + 1])
     assert_same(observer_of(cache).result(), direct(weights(model, mixed[0])), 72)
 
 
-@pytest.mark.parametrize("left", [70, 37])
-def test_waiting_rows_that_are_taken_back_do_not_count(left, model, store):
+@pytest.mark.parametrize("tokens_left", [70, 37])
+def test_waiting_rows_that_are_taken_back_do_not_count(tokens_left, model, store):
     """They are removed before their reduction, and other tokens take their columns."""
-    mixed = torch.cat([prompt(100)[:, :left], prompt(20, seed=6)], dim=1)
+    mixed = torch.cat([prompt(100)[:, :tokens_left], prompt(20, seed=6)], dim=1)
     cache = TieredCache(model, store, method=Watched())
     step(model, cache, prompt(100))
-    cache.crop(left - 100)
-    step(model, cache, mixed[:, left:])
-    assert_same(observer_of(cache).result(), direct(weights(model, mixed[0])), left + 20)
+    cache.crop(tokens_left - 100)
+    step(model, cache, mixed[:, tokens_left:])
+    assert_same(observer_of(cache).result(), direct(weights(model, mixed[0])), tokens_left + 20)
 
 
 def test_a_pass_that_fails_does_not_count(model, store, monkeypatch):
@@ -329,21 +329,21 @@ def test_beam_search_and_assistants_run_watched(model, store):
     ids = prompt(60)
     for options in ({"num_beams": 3}, {"prompt_lookup_num_tokens": 4}):
         plain, watched = (TieredCache(model, store, method=method, record=False) for method in (None, Watched()))
-        said = [
+        outputs = [
             model.generate(input_ids=ids, past_key_values=cache, max_new_tokens=8, do_sample=False, **options)
             for cache in (plain, watched)
         ]
-        assert torch.equal(*said)
+        assert torch.equal(*outputs)
         result = observer_of(watched).result()
         assert result.missing == "" and 60 <= result.rows <= watched.get_seq_length()
 
 
 def test_forks_go_their_own_ways(model, store):
-    ids, other = prompt(70), prompt(70, seed=8)
+    ids, other_ids = prompt(70), prompt(70, seed=8)
     cache = TieredCache(model, store, method=Watched())
     step(model, cache, ids[:, :50])
     twin = cache.fork()
-    mixed = torch.cat([ids[:, :40], other[:, :20]], dim=1)
+    mixed = torch.cat([ids[:, :40], other_ids[:, :20]], dim=1)
     twin.crop(-10)
     step(model, twin, mixed[:, 40:])
     step(model, cache, ids[:, 50:])
@@ -352,23 +352,23 @@ def test_forks_go_their_own_ways(model, store):
 
 
 def test_a_cache_that_starts_over_counts_anew(model, store):
-    ids, other = prompt(60), prompt(50, seed=9)
+    ids, other_ids = prompt(60), prompt(50, seed=9)
     cache = TieredCache(model, store, method=Watched(), record=False)
     step(model, cache, ids)
     cache.reset()
     assert observer_of(cache).result().missing == "no attention was observed"
-    step(model, cache, other)
-    assert_same(observer_of(cache).result(), direct(weights(model, other[0])), 50)
+    step(model, cache, other_ids)
+    assert_same(observer_of(cache).result(), direct(weights(model, other_ids[0])), 50)
 
 
 def test_rows_count_whatever_happens_to_buffers_since(model, store):
     """Later, buffers have grown, columns were overwritten, and rows have changed."""
-    ids, other = prompt(300, rows=2), prompt(300, seed=10, rows=2)
+    ids, other_ids = prompt(300, rows=2), prompt(300, seed=10, rows=2)
     cache = TieredCache(model, store, method=Watched())
     step(model, cache, ids[:, :100])
     step(model, cache, ids[:, 100:250])  # more than the first buffers have room for
     cache.crop(-200)
-    mixed = torch.cat([ids[:, :50], other[:, :60]], dim=1)
+    mixed = torch.cat([ids[:, :50], other_ids[:, :60]], dim=1)
     step(model, cache, mixed[:, 50:])
     cache.reorder_cache(torch.tensor([1, 0]))
     for row in (0, 1):
@@ -382,9 +382,9 @@ def test_rows_of_a_cache_that_is_gone_hold_no_memory(model, store):
     step(model, cache, prompt(60))
     gc.disable()
     try:
-        kept = weakref.ref(cache.layers[0]._keys), weakref.ref(observer_of(cache))
+        references = weakref.ref(cache.layers[0]._keys), weakref.ref(observer_of(cache))
         del cache
-        assert kept[0]() is None and kept[1]() is None
+        assert references[0]() is None and references[1]() is None
     finally:
         gc.enable()
 
@@ -502,9 +502,9 @@ def test_decoding_does_no_more_arithmetic(store):
         plain = DynamicCache(config=model.config)
         step(model, plain, prompt(tokens))
         flops = {}
-        for one in (plain, cache):
+        for kv_cache in (plain, cache):
             with FlopCounterMode(display=False) as decoding:
                 for token in range(16):
-                    step(model, one, prompt(1, seed=token))
-            flops[one] = decoding.get_total_flops()
+                    step(model, kv_cache, prompt(1, seed=token))
+            flops[kv_cache] = decoding.get_total_flops()
         assert flops[cache] == flops[plain] > 0  # what was sampled is computed at the end

@@ -26,8 +26,8 @@ def matrix(near, count, far=0.9):
 
 
 def distances(near, shares, layers=None):
-    found = matrix(near, len(shares))
-    return LayerDistances(layers or tuple(range(len(shares))), found, np.array(shares, float), 10)
+    euclidean = matrix(near, len(shares))
+    return LayerDistances(layers or tuple(range(len(shares))), euclidean, np.array(shares, float), 10)
 
 
 def test_nearest_pairs_come_first_and_no_layer_is_in_two():
@@ -68,14 +68,14 @@ def test_layers_beyond_the_maximum_never_share(far):
     st.sampled_from([0.0, 0.25, 0.5, 0.75, 0.8, 0.875, 1.0]),
 )
 def test_gamma_reproduces_its_target(shares, target):
-    every = np.concatenate(shares)
-    gamma = calibrated_gamma([np.array(each) for each in shares], target)
-    wanted = round(target * len(every))
-    below = every < gamma
-    if len(set(every)) == len(every) and np.diff(np.sort(every)).min(initial=1) > 1e-12:
-        assert (~below).sum() == wanted
+    all_shares = np.concatenate(shares)
+    gamma = calibrated_gamma([np.array(layer_shares) for layer_shares in shares], target)
+    expected = round(target * len(all_shares))
+    below = all_shares < gamma
+    if len(set(all_shares)) == len(all_shares) and np.diff(np.sort(all_shares)).min(initial=1) > 1e-12:
+        assert (~below).sum() == expected
     else:  # layers of the same share are on the same side
-        assert (every > gamma).sum() <= wanted or below.sum() <= len(every) - wanted
+        assert (all_shares > gamma).sum() <= expected or below.sum() <= len(all_shares) - expected
 
 
 def test_gamma_comes_of_something():
