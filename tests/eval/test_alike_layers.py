@@ -70,17 +70,17 @@ def test_shared_layers_of_the_reference_model_are_alike_and_the_outer_ones_are_n
 
 def test_strategies_differ_between_conversations():
     gamma = calibrated_gamma([distances_of(number).initial_recent for number in range(8)])
-    chosen = [share_layers(distances_of(number), gamma) for number in range(8)]
-    assert len({frozenset(pairs) for pairs in chosen}) > 1
-    for number, pairs in enumerate(chosen):
+    chosen_pairs = [share_layers(distances_of(number), gamma) for number in range(8)]
+    assert len({frozenset(pairs) for pairs in chosen_pairs}) > 1
+    for number, pairs in enumerate(chosen_pairs):
         paired = [layer for pair in pairs for layer in pair]
         assert (distances_of(number).initial_recent[paired] >= gamma).all() and len(pairs) <= 2
 
 
 def test_gamma_holds_for_conversations_it_was_not_calibrated_on():
     gamma = calibrated_gamma([distances_of(number).initial_recent for number in range(8)], 0.75)
-    found = [(distances_of(number).initial_recent >= gamma).mean() for number in range(8, 14)]
-    assert np.mean(found) == pytest.approx(0.75, abs=0.25)  # all layers have similar shares
+    shares = [(distances_of(number).initial_recent >= gamma).mean() for number in range(8, 14)]
+    assert np.mean(shares) == pytest.approx(0.75, abs=0.25)  # all layers have similar shares
     exact = [(distances_of(number).initial_recent >= gamma).mean() for number in range(8)]
     assert np.mean(exact) == 0.75
 
@@ -90,10 +90,10 @@ def test_the_estimate_is_near_and_chooses_alike(tokens):
     """It uses one row in four, and at most 128."""
     for number in range(3):
         ids = conversation(number, tokens)
-        every, sampled = observed(xs()[0], ids, **EVERY_ROW), observed(xs()[0], ids)
-        assert every.rows == tokens and sampled.rows <= 128
-        assert np.abs(sampled.euclidean - every.euclidean).max() < 0.1
-        assert np.abs(neighbours(sampled) - neighbours(every))[2:6].max() < 0.1
-        assert np.abs(sampled.initial_recent - every.initial_recent).max() < 0.1
+        exact, sampled = observed(xs()[0], ids, **EVERY_ROW), observed(xs()[0], ids)
+        assert exact.rows == tokens and sampled.rows <= 128
+        assert np.abs(sampled.euclidean - exact.euclidean).max() < 0.1
+        assert np.abs(neighbours(sampled) - neighbours(exact))[2:6].max() < 0.1
+        assert np.abs(sampled.initial_recent - exact.initial_recent).max() < 0.1
         (pair,) = share_layers(sampled, 0.0, 0.25)
-        assert every.euclidean[pair] < 1.1 * neighbours(every).min()
+        assert exact.euclidean[pair] < 1.1 * neighbours(exact).min()

@@ -52,7 +52,7 @@ def test_a_page_without_a_place_for_the_table_is_refused(tmp_path):
 
 
 def test_a_missing_result_is_refused(monkeypatch):
-    missing = choosing.Recommendation("a situation", "Exact()", ("real-smollm2-135m",), "exact@0.3")
-    monkeypatch.setattr(choosing, "RECOMMENDATIONS", (missing,))
+    recommendation = choosing.Recommendation("a situation", "Exact()", ("real-smollm2-135m",), "exact@0.3")
+    monkeypatch.setattr(choosing, "RECOMMENDATIONS", (recommendation,))
     with pytest.raises(EvalError, match=r"real-smollm2-135m have no exact@0\.3"):
         choosing.table(PAGE)

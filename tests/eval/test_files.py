@@ -34,8 +34,8 @@ def run(main, *arguments):
 
 def row(task):
     figure = {"mean": 50, "low": 40, "high": 60}
-    found = {"task": task, "variant": FULL, "budget": None, "metric": "accuracy", "examples": 2}
-    return found | {"score": figure, "top1": figure, "kl": figure}
+    metrics = {"task": task, "variant": FULL, "budget": None, "metric": "accuracy", "examples": 2}
+    return metrics | {"score": figure, "top1": figure, "kl": figure}
 
 
 @pytest.fixture
@@ -52,8 +52,8 @@ def results(tmp_path, monkeypatch):
 
 
 def test_a_report_replaces_only_files_of_a_report(results):
-    written = ("README.md", "metrics.json", "overview.png", "sst2.png", "trec.png")
-    for name in written:
+    names = ("README.md", "metrics.json", "overview.png", "sst2.png", "trec.png")
+    for name in names:
         (results / name).write_text("my notes")
         before = contents(results)
         refused = run(report.main, results)
@@ -61,20 +61,20 @@ def test_a_report_replaces_only_files_of_a_report(results):
         assert contents(results) == before
         (results / name).unlink()
     for _ in range(2):
-        done = run(report.main, results)
-        assert done.exit_code == 0, done.output
-    assert sorted(path.name for path in results.iterdir() if path.is_file()) == sorted((*written, "config.json"))
+        result = run(report.main, results)
+        assert result.exit_code == 0, result.output
+    assert sorted(path.name for path in results.iterdir() if path.is_file()) == sorted((*names, "config.json"))
 
 
 def test_a_run_begins_in_a_new_or_an_empty_folder_or_goes_on(tmp_path):
     out, config = tmp_path / "out", {"model": "m", "seed": 1}
     for name in ("notes.txt", "versions.json", "sst2"):
-        other = tmp_path / f"with {name}"
-        other.mkdir()
-        (other / name).write_text("my notes")
+        folder = tmp_path / f"with {name}"
+        folder.mkdir()
+        (folder / name).write_text("my notes")
         with pytest.raises(EvalError, match="choose a new or an empty folder"):
-            begin(other, config)
-        assert contents(other) == {Path(name): b"my notes"}
+            begin(folder, config)
+        assert contents(folder) == {Path(name): b"my notes"}
     for _ in range(2):
         begin(out, config)
     assert json.loads((out / "config.json").read_text()) == config
@@ -94,13 +94,13 @@ def test_predictions_are_cut_only_within_their_last_line(tmp_path):
     for number in range(2):
         evaluation._append(task, variant, {"id": f"{number}", "prediction": "a\u2028b"})
     path = tmp_path / "sst2" / FULL / "predictions.jsonl"
-    whole = path.read_bytes()
-    ends = [place + 1 for place, byte in enumerate(whole) if byte == ord("\n")]
-    for length in range(len(whole) + 1):
-        path.write_bytes(whole[:length])
-        kept = [end for end in ends if end <= length]
-        assert len(evaluation._read_predictions(task, variant)) == len(kept)
-        assert path.read_bytes() == whole[: max(kept, default=0)]
+    content = path.read_bytes()
+    ends = [place + 1 for place, byte in enumerate(content) if byte == ord("\n")]
+    for length in range(len(content) + 1):
+        path.write_bytes(content[:length])
+        line_ends = [end for end in ends if end <= length]
+        assert len(evaluation._read_predictions(task, variant)) == len(line_ends)
+        assert path.read_bytes() == content[: max(line_ends, default=0)]
     for text in ("my notes", "my\nnotes", '{"id": "0"}\nmy notes', '{"name": "0"}\n'):
         path.write_text(text)
         with pytest.raises(EvalError, match="was not written by this program"):
@@ -113,8 +113,8 @@ def test_a_leaderboard_replaces_only_a_leaderboard(results, tmp_path):
     for text, status in (("# Leaderboard\n\nof chess\n", 2), ("", 0), (None, 0)):
         page.write_text(text) if text is not None else None
         before = page.read_text()
-        done = run(leaderboard.main, results, "--out", page)
-        assert done.exit_code == status, done.output
+        result = run(leaderboard.main, results, "--out", page)
+        assert result.exit_code == status, result.output
         assert (page.read_text() == before) == (status == 2 or text is None)
     assert inspect.signature(leaderboard.main).parameters["out"].default.is_absolute()
 
@@ -138,12 +138,12 @@ def test_a_training_begins_in_a_new_or_an_empty_folder_or_goes_on(tmp_path):
     text, out = tmp_path / "text.txt", tmp_path / "out"
     text.write_text("word " * 2000)
     for name in ("text.npy", "curve.json", "notes.txt"):
-        other = tmp_path / f"with {name}"
-        other.mkdir()
-        (other / name).write_text("my notes")
+        folder = tmp_path / f"with {name}"
+        folder.mkdir()
+        (folder / name).write_text("my notes")
         with pytest.raises(EvalError, match=r"choose a new or an empty folder|was not written by this program"):
-            prepare(text, other, 1, REFERENCE)
-        assert contents(other) == {Path(name): b"my notes"}
+            prepare(text, folder, 1, REFERENCE)
+        assert contents(folder) == {Path(name): b"my notes"}
     (_, ids), (_, again) = (prepare(text, out, 1, REFERENCE) for _ in range(2))
     assert len(ids) and ids.tolist() == again.tolist()
 

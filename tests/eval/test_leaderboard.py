@@ -16,9 +16,9 @@ def figure(mean):
 
 
 def row(task, variant, budget, kl, **more):
-    found = {"task": task, "variant": variant, "metric": "accuracy", "budget": budget, "examples": 12}
-    found |= {"score": figure(50 + 10 * kl), "top1": figure(100 - 10 * kl), "kl": figure(kl)}
-    return found | {name: figure(value) for name, value in more.items()}
+    metrics = {"task": task, "variant": variant, "metric": "accuracy", "budget": budget, "examples": 12}
+    metrics |= {"score": figure(50 + 10 * kl), "top1": figure(100 - 10 * kl), "kl": figure(kl)}
+    return metrics | {name: figure(value) for name, value in more.items()}
 
 
 def write_run(folder, rows):
@@ -32,9 +32,9 @@ def write_run(folder, rows):
 def test_running_text_is_compared_over_all_of_its_tokens(tmp_path):
     far = {"full": (None, 0, 0), "h2o:reselect=true@0.1": (0.1, 0.02, 2900), "h2o@0.1": (0.1, 0.08, 98)}
     rows = [
-        row("text", name, budget, 0.5, answer_kl=kl, answer_top1=100 - 100 * kl, answered=read, brought=97)
+        row("text", name, budget, 0.5, answer_kl=kl, answer_top1=100 - 100 * kl, answered=read_share, brought=97)
         | {"metric": "perplexity"}
-        for name, (budget, kl, read) in far.items()
+        for name, (budget, kl, read_share) in far.items()
     ]
     text = leaderboard.page([write_run(tmp_path / "real-text", rows)], tmp_path / "page.md")
     lines = [line.split(" | ")[:5] for line in text.splitlines() if line.startswith("| 10%")]

@@ -44,19 +44,19 @@ def test_scores_equal_those_of_hf(saved, folder, tmp_path, loaded_once, kind, ho
     arguments = {"pretrained": str(saved), "dtype": "float32", "device": "cpu", "batch_size": 1}
     results = []
     for model in (HFLM(**arguments), HFTieredLM(**arguments, method="exact", store=str(tmp_path / "kv"))):
-        found = lm_eval.simple_evaluate(
+        evaluation = lm_eval.simple_evaluate(
             model=model, tasks=[f"local_{kind}"], task_manager=manager, limit=6, bootstrap_iters=0
         )
-        results.append((found["results"], [s["filtered_resps"] for s in found["samples"][f"local_{kind}"]]))
-    (plain, said), (ours, also) = results
-    scores = [{k: v for k, v in r[f"local_{kind}"].items() if "," in k} for r in (plain, ours)]
+        results.append((evaluation["results"], [s["filtered_resps"] for s in evaluation["samples"][f"local_{kind}"]]))
+    (plain, plain_responses), (exact, exact_responses) = results
+    scores = [{k: v for k, v in r[f"local_{kind}"].items() if "," in k} for r in (plain, exact)]
     assert scores[0] == scores[1]
     assert scores[0]
     if kind == "generate":
-        assert said == also
+        assert plain_responses == exact_responses
     else:
-        for one, other in zip(said, also, strict=True):
-            for (a, greedy_a), (b, greedy_b) in zip(one, other, strict=True):
+        for plain_row, exact_row in zip(plain_responses, exact_responses, strict=True):
+            for (a, greedy_a), (b, greedy_b) in zip(plain_row, exact_row, strict=True):
                 assert a == pytest.approx(b, abs=1e-4)
                 assert greedy_a == greedy_b
     assert model._store.stats.segments >= 1  # the few-shot prefix was stored and shared
@@ -82,7 +82,7 @@ def run(monkeypatch, capfd):
 def test_the_command_scores_what_hf_does(run, saved, folder, tmp_path, loaded_once):
     (tmp_path / "task.yaml").write_text(TASK.format(kind="choice", folder=folder, how=CHOICE))
     common = ("--include_path", tmp_path, "--tasks", "local_choice", "--device", "cpu", "--batch_size", 1, "--limit", 8)
-    said = []
+    scores = []
     for model, more in (((), f",store={tmp_path / 'kv'},host_memory=64MiB"), (("--model", "hf"), "")):
         out = tmp_path / "-".join(("out", *model))
         arguments = (*model, "--model_args", f"pretrained={saved},dtype=float32{more}", "--output_path", out)
@@ -90,10 +90,10 @@ def test_the_command_scores_what_hf_does(run, saved, folder, tmp_path, loaded_on
         assert status == 0, err
         assert "local_choice" in printed
         (path,) = out.glob("**/results_*.json")
-        found = json.loads(path.read_text())
-        said.append((found["config"]["model"], found["results"]["local_choice"]["acc,none"]))
-    assert [model for model, _ in said] == ["hf-tiered", "hf"]
-    assert said[0][1] == said[1][1]
+        report = json.loads(path.read_text())
+        scores.append((report["config"]["model"], report["results"]["local_choice"]["acc,none"]))
+    assert [model for model, _ in scores] == ["hf-tiered", "hf"]
+    assert scores[0][1] == scores[1][1]
     with KVStore(tmp_path / "kv", host_memory=0) as store:
         assert store.stats.segments >= 1
 

@@ -43,8 +43,8 @@ LONGBENCH = json.loads((Path(__file__).parent / "data" / "longbench_scores.json"
 
 @pytest.mark.parametrize("case", LONGBENCH, ids=[f"{n}-{case['metric']}" for n, case in enumerate(LONGBENCH)])
 def test_scores_are_those_of_longbench(case):
-    found = score(case["metric"], case["prediction"], [case["answer"]], case["labels"])
-    assert found == pytest.approx(case["expected"], abs=1e-6)
+    result = score(case["metric"], case["prediction"], [case["answer"]], case["labels"])
+    assert result == pytest.approx(case["expected"], abs=1e-6)
 
 
 def test_a_sentence_that_is_too_long_for_rouge_counts_nothing():

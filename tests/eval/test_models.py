@@ -105,8 +105,8 @@ def test_a_damaged_folder_is_made_again_and_kept(registry, damage):
     assert models.cached_folder("toy") is None
     assert models.folder_of("toy") == models.cached_folder("toy") == folder
     assert (folder / "model.safetensors").read_bytes() == GGUF[::-1]
-    (kept,) = folder.parent.glob("toy.previous-*/toy/adapter.safetensors")
-    assert kept.read_bytes() == b"tuned for weeks"
+    (moved_file,) = folder.parent.glob("toy.previous-*/toy/adapter.safetensors")
+    assert moved_file.read_bytes() == b"tuned for weeks"
 
 
 @pytest.mark.parametrize("record", [None, '{"made": "by me"}', "[1]", "notes"])

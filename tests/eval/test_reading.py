@@ -54,24 +54,24 @@ def asking(choices=(), answer=()):
 
 
 def test_the_exact_method_reads_all(read):
-    found = read(Exact())
-    assert (found.read, found.identified, found.brought, found.answered) == (100, 0, 100, 100)
-    assert (found.per_token, found.index) == (0, 0)
+    shares = read(Exact())
+    assert (shares.read, shares.identified, shares.brought, shares.answered) == (100, 0, 100, 100)
+    assert (shares.per_token, shares.index) == (0, 0)
 
 
 @pytest.mark.parametrize("host_memory", [0, "64MiB"])
 def test_chunks_read_their_budget(read, host_memory):
-    found = read(EACH_LAYER, host_memory)
-    assert found.read == pytest.approx(25)
-    assert found.brought == pytest.approx(25)
-    assert found.answered == pytest.approx(found.brought)
-    assert found.per_token == 0
+    shares = read(EACH_LAYER, host_memory)
+    assert shares.read == pytest.approx(25)
+    assert shares.brought == pytest.approx(25)
+    assert shares.answered == pytest.approx(shares.brought)
+    assert shares.per_token == 0
 
 
 def test_an_index_that_is_there_is_not_read(read):
-    first, later = read(EACH_LAYER), read(EACH_LAYER, questions=2)
-    assert first.identified == later.identified == 0
-    assert first.index == later.index == pytest.approx(100 * INDEX)
+    first, second = read(EACH_LAYER), read(EACH_LAYER, questions=2)
+    assert first.identified == second.identified == 0
+    assert first.index == second.index == pytest.approx(100 * INDEX)
     assert read(replace(EACH_LAYER, period=2, solo_layers=0)).index == pytest.approx(50 * INDEX)
 
 
@@ -84,19 +84,19 @@ def test_an_index_that_is_there_is_not_read(read):
 )
 def test_keys_that_are_chosen_from_count(read, changes, identified):
     for questions in (1, 2):
-        found = read(replace(EACH_LAYER, **changes), questions=questions)
-        assert found.read == pytest.approx(25)
-        assert found.identified == pytest.approx(identified)
-        assert found.brought == pytest.approx(25 + identified)
-        assert found.index == 0
+        shares = read(replace(EACH_LAYER, **changes), questions=questions)
+        assert shares.read == pytest.approx(25)
+        assert shares.identified == pytest.approx(identified)
+        assert shares.brought == pytest.approx(25 + identified)
+        assert shares.index == 0
 
 
 @pytest.mark.parametrize("budget", [0.05, 0.25])
 def test_single_tokens_read_more_than_their_budget(read, budget):
-    found = read(H2O(budget))
-    assert found.read > 1.5 * 100 * budget
-    assert found.read + found.identified >= 50  # all keys, whatever is attended to
-    assert found.index == 0
+    shares = read(H2O(budget))
+    assert shares.read > 1.5 * 100 * budget
+    assert shares.read + shares.identified >= 50  # all keys, whatever is attended to
+    assert shares.index == 0
 
 
 def test_choosing_again_reads_at_each_token(read):
@@ -107,15 +107,15 @@ def test_choosing_again_reads_at_each_token(read):
 
 
 def test_choices_are_no_generated_tokens(read):
-    found = read(replace(EACH_LAYER, reselect=True), choices=((11, 12), (13,)))
-    assert found.per_token is None
-    assert found.answered == found.brought
+    shares = read(replace(EACH_LAYER, reselect=True), choices=((11, 12), (13,)))
+    assert shares.per_token is None
+    assert shares.answered == shares.brought
 
 
 def test_kv_drive_chooses_by_an_index_that_is_there(read):
-    found = read(KVDrive(0.1, local=16))
-    assert found.identified == 0 < found.index
-    assert 10 < found.read < 25  # the first and the last tokens, too
+    shares = read(KVDrive(0.1, local=16))
+    assert shares.identified == 0 < shares.index
+    assert 10 < shares.read < 25  # the first and the last tokens, too
 
 
 def test_an_index_is_a_share_of_the_kv_without_padding(saved, tokenizer, tmp_path):
@@ -125,10 +125,10 @@ def test_an_index_is_a_share_of_the_kv_without_padding(saved, tokenizer, tmp_pat
     with KVStore(tmp_path, engine="posix") as store:
         subject = Subject(model, tokenizer, store, method)
         subject.prepare(prompt.prefix)
-        found = subject.ask(prompt, 1).reading
-        kept = store._storage.residency.index_cache.allocated
+        shares = subject.ask(prompt, 1).reading
+        index_bytes = store._storage.residency.index_cache.allocated
         of_each = 2 * 2 * 16 * 4 * model.config.num_hidden_layers  # token
-    assert found.index == pytest.approx(100 * kept / (192 * of_each))
+    assert shares.index == pytest.approx(100 * index_bytes / (192 * of_each))
 
 
 @pytest.fixture(scope="module")
@@ -148,9 +148,9 @@ def test_predictions_and_metrics_tell_what_was_read(finished):
     for line in lines(task / "exact" / "predictions.jsonl"):
         assert (line["read"], line["identified"], line["brought"]) == (100, 0, 100)
     for budget in (0.1, 0.5):
-        found = json.loads((task / f"contiguous_kv-identify=keys-reorder=false@{budget}" / "metrics.json").read_text())
-        assert 60 * budget < found["read"]["mean"] <= 100 * budget
-        assert found["identified"]["mean"] > 0
+        means = json.loads((task / f"contiguous_kv-identify=keys-reorder=false@{budget}" / "metrics.json").read_text())
+        assert 60 * budget < means["read"]["mean"] <= 100 * budget
+        assert means["identified"]["mean"] > 0
         again = json.loads((task / f"contiguous_kv-reselect=True-reorder=false@{budget}" / "metrics.json").read_text())
         assert again["identified"]["mean"] == 0 < again["index"]["mean"]
         h2o = json.loads((task / f"h2o@{budget}" / "metrics.json").read_text())
@@ -167,18 +167,18 @@ def test_what_is_attended_to_is_told_beside_what_is_restored(finished):
                 assert line["attended"] == line["restored"]
     report.main(finished)
     (headings, *rows), *_ = [table(part) for part in (finished / "README.md").read_text().split("\n## ")[1:]]
-    found = {cells[0]: cells for cells in rows}
+    by_variant = {cells[0]: cells for cells in rows}
     of_h2o = json.loads((finished / "reference_fact" / "h2o@0.1" / "metrics.json").read_text())["attended"]["mean"]
-    assert found["h2o@0.1"][headings.index("attended")] == f"{of_h2o:.1f}"
-    assert found["full"][headings.index("attended")] == ""
+    assert by_variant["h2o@0.1"][headings.index("attended")] == f"{of_h2o:.1f}"
+    assert by_variant["full"][headings.index("attended")] == ""
 
 
 def test_what_is_computed_is_told_of_passages_alone(finished):
     """The other methods restore the prefix of a prompt, whatever its parts."""
     for path in (finished / "reference_fact").glob("*/metrics.json"):
-        found, passages = json.loads(path.read_text()), path.parent.name.startswith("cache_tune")
-        assert ("compute" in found) == passages
-        assert ("read" in found) == (not passages and path.parent.name != "full")
+        metrics, passages = json.loads(path.read_text()), path.parent.name.startswith("cache_tune")
+        assert ("compute" in metrics) == passages
+        assert ("read" in metrics) == (not passages and path.parent.name != "full")
 
 
 def test_the_page_has_a_column_of_what_was_read(finished):
@@ -187,10 +187,10 @@ def test_the_page_has_a_column_of_what_was_read(finished):
     (headings, *_), *_ = tables = [table(part) for part in page.split("\n## ")[1:]]
     assert headings[6:9] == ["computed, %", "read, %", "identified, %"]
     for headings, *rows in tables:
-        read = {cells[0]: cells[headings.index("read, %")] for cells in rows}
-        assert read["exact"] == "100.0"
-        assert read["full"] == read["cache_tune@0.15"] == ""
-        assert float(read["h2o@0.1"]) > 10
+        read_shares = {cells[0]: cells[headings.index("read, %")] for cells in rows}
+        assert read_shares["exact"] == "100.0"
+        assert read_shares["full"] == read_shares["cache_tune@0.15"] == ""
+        assert float(read_shares["h2o@0.1"]) > 10
     assert "`read`: share of the stored prefix's KV" in page
 
 
@@ -206,10 +206,10 @@ def test_a_page_without_such_figures_has_no_such_columns(tmp_path):
     assert table(page)[0] == ["method", "accuracy, %", "top-1, %", "KL, nats", "TTFT, ms"]
 
 
-def measured(task, variant, budget, brought, answered):
-    found = row(task, variant, budget, 50)
-    figures = {"brought": brought, "answered": answered}
-    return found | {name: {"mean": at, "low": at, "high": at} for name, at in figures.items()}
+def measured(task, variant, budget, brought_share, answered):
+    metrics = row(task, variant, budget, 50)
+    figures = {"brought": brought_share, "answered": answered}
+    return metrics | {name: {"mean": at, "low": at, "high": at} for name, at in figures.items()}
 
 
 def test_plots_go_against_what_was_read_where_that_is_known():

@@ -32,46 +32,46 @@ def language(tokenizer):
     return Language(tokenizer, np.array(tokenizer(TEXT, add_special_tokens=False)["input_ids"]))
 
 
-def solve(tokenizer: PreTrainedTokenizerFast, context, asked) -> list[str]:
+def solve(tokenizer: PreTrainedTokenizerFast, context, questions) -> list[str]:
     """Derive the answer to each question from the documents by rules."""
     words = tokenizer.convert_ids_to_tokens([token for document in context.documents for token in document])
-    known, values, named, labels = {}, {}, None, Counter()
+    facts, values, named, labels = {}, {}, None, Counter()
     for at, word in enumerate(words):
         if word == "<name>":
             named = words[at + 1]
         elif word in ("<is>", "<it>"):
             key = named if word == "<it>" else words[at + 1]
             begin = at + (1 if word == "<it>" else 2)
-            known[key] = words[begin : begin + 2]
-            values.setdefault(key, []).append(known[key])
+            facts[key] = words[begin : begin + 2]
+            values.setdefault(key, []).append(facts[key])
         elif word == "<copy>":
-            known[words[at + 1]] = known[words[at + 2]]
+            facts[words[at + 1]] = facts[words[at + 2]]
         elif word == "<ex>":
             category = words[at + 1].split(".")[0]
             assert words[at + 2].split(".")[0] == category
             labels[category, words[at + 3]] += 1
-    found, last = [], None
-    for question in asked:
+    answers, last = [], None
+    for question in questions:
         prompt = tokenizer.convert_ids_to_tokens(list(question.prompt))
         if question.kind == "shot":
             (label,) = {label for category, label in labels if category == prompt[1].split(".")[0]}
-            found.append([label])
+            answers.append([label])
             continue
         if question.kind == "values":
             assert question.statements == len(values[prompt[1]]) > 1
-            found.append(sorted(values[prompt[1]]))
+            answers.append(sorted(values[prompt[1]]))
             continue
-        last = last if question.kind == "back" else known[prompt[1]]
-        found.append(last)
-    return found
+        last = last if question.kind == "back" else facts[prompt[1]]
+        answers.append(last)
+    return answers
 
 
 @pytest.mark.parametrize(
-    ("tokens", "known"), [(48, KINDS), (200, KINDS), (600, KINDS), (200, LONG_KINDS), (3000, LONG_KINDS)]
+    ("tokens", "names"), [(48, KINDS), (200, KINDS), (600, KINDS), (200, LONG_KINDS), (3000, LONG_KINDS)]
 )
-def test_every_question_has_one_answer_that_the_documents_give(tokenizer, language, tokens, known):
-    kinds = dict.fromkeys(known, 1.0)
-    seen = Counter()
+def test_every_question_has_one_answer_that_the_documents_give(tokenizer, language, tokens, names):
+    kinds = dict.fromkeys(names, 1.0)
+    counts = Counter()
     for seed in range(30):
         context = language.context(np.random.default_rng(seed), tokens, 20, kinds)
         flat = [token for document in context.documents for token in document]
@@ -83,11 +83,11 @@ def test_every_question_has_one_answer_that_the_documents_give(tokenizer, langua
             if question.kind == "values":  # in any order
                 answers[number] = sorted([answers[number][i : i + 2] for i in range(0, len(answers[number]), 2)])
         assert answers == expected
-        seen.update(question.kind for question in context.questions)
+        counts.update(question.kind for question in context.questions)
         # nothing is asked twice: the second time it could be read off the first
-        asked = [q.prompt for q in context.questions if q.kind not in ("shot", "back")]
-        assert len(asked) == len(set(asked))
-    assert all(seen[kind] > 5 for kind in known)
+        prompts = [q.prompt for q in context.questions if q.kind not in ("shot", "back")]
+        assert len(prompts) == len(set(prompts))
+    assert all(counts[kind] > 5 for kind in names)
 
 
 def test_a_short_text_begins_again(tokenizer, language):
@@ -99,13 +99,13 @@ def test_a_short_text_begins_again(tokenizer, language):
 
 
 def test_aliases_cross_documents(tokenizer, language):
-    it, name, doc = tokenizer.convert_tokens_to_ids(["<it>", "<name>", "<doc>"])
+    pronoun, name, doc = tokenizer.convert_tokens_to_ids(["<it>", "<name>", "<doc>"])
     context = language.context(np.random.default_rng(3), 400, 10, {"alias": 1.0, "fact": 1.0})
-    mine = [document for document in context.documents if it in document]
-    assert len(mine) > 2
-    for document in mine:
+    documents = [document for document in context.documents if pronoun in document]
+    assert len(documents) > 2
+    for document in documents:
         assert document[0] == doc
-        assert name not in document[: document.index(it)]  # who is meant stands in the document before
+        assert name not in document[: document.index(pronoun)]  # who is meant stands in the document before
 
 
 def test_batches_ask_for_what_documents_say(tokenizer, language):
@@ -116,25 +116,25 @@ def test_batches_ask_for_what_documents_say(tokenizer, language):
     copy = tokenizer.convert_tokens_to_ids("<copy>")
     for row, column in (batch.kind == -3).nonzero().tolist():
         assert batch.ids[row, column - 3] == copy
-        said = batch.ids[row, :column].tolist()
-        assert batch.targets[row, column].item() in said  # it was said before, of the key that is copied
+        tokens_before = batch.ids[row, :column].tolist()
+        assert batch.targets[row, column].item() in tokens_before  # it was said before, of the key that is copied
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="training takes PyTorch 2.9 and later")
 def test_training_goes_on_where_it_stopped_and_shares_layers_when_it_should(tokenizer, language, tmp_path):
     stage = Stage(48, ("fact",), (0.9, 1.0), 0.1, least_steps=2, most_steps=3)
     size = Size(32, 2, 1, 64, 4, (stage, stage), 192, shares_from=1, final_steps=3)
-    whole = Training(size, language, tokenizer, tmp_path / "whole", 0)
+    uninterrupted = Training(size, language, tokenizer, tmp_path / "whole", 0)
     (tmp_path / "whole").mkdir()
-    assert whole.run(10)
+    assert uninterrupted.run(10)
     (tmp_path / "parts").mkdir()
     parts = 0
     while not Training(size, language, tokenizer, tmp_path / "parts", 0).run(0):  # a step, and out of time
         parts += 1
     assert parts == 6
     resumed = Training(size, language, tokenizer, tmp_path / "parts", 0)
-    assert resumed.progress.step == whole.progress.step == 6
-    for (name, a), b in zip(whole.model.state_dict().items(), resumed.model.state_dict().values(), strict=True):
+    assert resumed.progress.step == uninterrupted.progress.step == 6
+    for (name, a), b in zip(uninterrupted.model.state_dict().items(), resumed.model.state_dict().values(), strict=True):
         assert torch.equal(a, b), name
     layers, shared = resumed.model.model.layers, resumed.progress.shared
     assert [layers[number] is layers[first] for number, first in enumerate(shared)] == [True] * 4
@@ -162,8 +162,8 @@ def test_the_layer_that_looks_up_is_copied(tokenizer, language, tmp_path, monkey
     state = training.model.state_dict()
     assert state.keys() == before.keys()
     for name, first in (("model.layers.3.", "model.layers.1."), ("model.layers.4.", "model.layers.4.")):
-        for mine in [other for other in state if other.startswith(name)]:
-            assert torch.equal(state[mine], before[mine.replace(name, first)])
+        for parameter in [key for key in state if key.startswith(name)]:
+            assert torch.equal(state[parameter], before[parameter.replace(name, first)])
 
 
 needs_model = pytest.mark.skipif(not (SHIPPED / "model.safetensors").exists(), reason="no reference model ships yet")
@@ -175,11 +175,11 @@ def test_the_shipped_model_is_of_use():
     tokenizer = AutoTokenizer.from_pretrained(SHIPPED)
     model = AutoModelForCausalLM.from_pretrained(SHIPPED, dtype=torch.float32).eval()
     text = np.array(tokenizer(TEXT, add_special_tokens=False)["input_ids"])
-    found = measure(model, Language(tokenizer, text), 512, 6, seed=5)
-    full = found.share("full")
+    shares = measure(model, Language(tokenizer, text), 512, 6, seed=5)
+    full = shares.share("full")
     assert full >= 93
-    assert full - found.share("random tenth") >= BARS["lost by a random tenth"]
-    assert full - found.share("documents apart") >= BARS["lost by documents apart"]
+    assert full - shares.share("random tenth") >= BARS["lost by a random tenth"]
+    assert full - shares.share("documents apart") >= BARS["lost by documents apart"]
 
 
 @needs_model
@@ -192,10 +192,10 @@ def test_the_layer_that_looks_up_is_found():
 
 @needs_model
 def test_what_is_told_of_the_shipped_model_is_whole():
-    told = json.loads((SHIPPED / "check.json").read_text())
-    (measured,) = told["lengths"]
+    record = json.loads((SHIPPED / "check.json").read_text())
+    (measured,) = record["lengths"]
     assert measured["tokens"] == 512
-    assert measured["figures"].keys() == told["bars"].keys() == BARS.keys()
+    assert measured["figures"].keys() == record["bars"].keys() == BARS.keys()
     assert measured["contexts"] >= 100
     curve = json.loads((SHIPPED / "curve.json").read_text())
     assert curve[-1]["step"] > curve[0]["step"]

@@ -45,8 +45,8 @@ def xs():
 
 @pytest.fixture
 def context(language):
-    known = dict.fromkeys([kind for kind in LONG_KINDS if kind != "back"], 1.0)
-    return language.context(np.random.default_rng(0), 500, 40, known)
+    kinds = dict.fromkeys([kind for kind in LONG_KINDS if kind != "back"], 1.0)
+    return language.context(np.random.default_rng(0), 500, 40, kinds)
 
 
 def flat(context) -> list[int]:
@@ -102,7 +102,7 @@ def test_a_deeper_model_is_the_one_before_the_last_again(tokenizer):
     assert sharing(model) == shared
     with torch.no_grad():
         ids = torch.randint(0, 1000, (1, 20))
-        hidden = [one.model(ids, output_hidden_states=True).hidden_states for one in (base, model)]
+        hidden = [variant.model(ids, output_hidden_states=True).hidden_states for variant in (base, model)]
         assert torch.allclose(hidden[0][3], hidden[1][3], atol=1e-5)
         positions = torch.arange(20)[None]
         rotated = base.model.rotary_emb(hidden[1][5], positions)
@@ -143,8 +143,8 @@ def test_rates_fall_within_a_stage_and_to_nothing_in_the_last(tokenizer, languag
     run = train.Training(size, language, tokenizer, tmp_path, 0, build(size, tokenizer, range(4)))
     run.progress.step = run.progress.in_stage = 150  # rates have risen to where they begin, and fall
     run.run(0)
-    used = [optimizer.param_groups[0]["lr"] for optimizer in run.optimizers]
-    assert used == pytest.approx([rate * size.rate(0, 150) for rate in (size.matrix_rate, size.other_rate)])
+    rates = [optimizer.param_groups[0]["lr"] for optimizer in run.optimizers]
+    assert rates == pytest.approx([rate * size.rate(0, 150) for rate in (size.matrix_rate, size.other_rate)])
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="training takes PyTorch 2.9 and later")
@@ -158,10 +158,10 @@ def test_a_run_that_goes_on_is_asked_for_with_the_model_that_it_goes_on_from(tmp
     app = train.typer.Typer()
     app.command()(train.main)
     for arguments in (("--size", "long"), ("--size", "xs", *needs), ("--size", "longest")):
-        done = CliRunner().invoke(app, [*command, *arguments])
-        assert done.exit_code == 2, done.output
-    done = CliRunner().invoke(app, [*command, "--size", "long", *needs, "--minutes", "0"])
-    assert done.exit_code == 0, done.output
+        result = CliRunner().invoke(app, [*command, *arguments])
+        assert result.exit_code == 2, result.output
+    result = CliRunner().invoke(app, [*command, "--size", "long", *needs, "--minutes", "0"])
+    assert result.exit_code == 0, result.output
     saved = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)
     assert saved["progress"]["step"] == 1
     assert len(PreTrainedTokenizerFast.from_pretrained(tmp_path / "run" / "tokenizer")) == 1339
@@ -171,13 +171,13 @@ def test_a_run_that_goes_on_is_asked_for_with_the_model_that_it_goes_on_from(tmp
 def test_all_values_of_a_key_are_learned_from(tokenizer, language):
     batch = draw(language, np.random.default_rng(0), Stage(256, LONG_KINDS, (0.9, 1.0)), 8)
     firsts = set(tokenizer.convert_tokens_to_ids([f"<a{i}>" for i in range(64)]))
-    found = (batch.also >= 0).any(2).nonzero().tolist()
-    assert len(found) > 8
-    for row, at in found:
-        key, others = batch.ids[row, at - 1].item(), [token for token in batch.also[row, at].tolist() if token >= 0]
-        said = batch.ids[row, : at - 2].tolist()
-        values = [said[i + 1] for i, token in enumerate(said[:-1]) if token == key and said[i + 1] in firsts]
-        assert sorted([batch.targets[row, at].item(), *others]) == sorted(values)
+    places = (batch.also >= 0).any(2).nonzero().tolist()
+    assert len(places) > 8
+    for row, at in places:
+        key, extras = batch.ids[row, at - 1].item(), [token for token in batch.also[row, at].tolist() if token >= 0]
+        prefix = batch.ids[row, : at - 2].tolist()
+        values = [prefix[i + 1] for i, token in enumerate(prefix[:-1]) if token == key and prefix[i + 1] in firsts]
+        assert sorted([batch.targets[row, at].item(), *extras]) == sorted(values)
         assert 1 < len(values) == len(set(values)) <= MAX_VALUES
         assert batch.kind[row, at] == LONG_KINDS.index("values")
     few = draw(language, np.random.default_rng(0), Stage(256, LONG_KINDS, (0.9, 1.0), max_values=2), 8)
@@ -211,8 +211,8 @@ def test_values_are_learned_when_nothing_else_is_likelier(tokenizer, language):
     assert shares == {"fact": 1.0, "values": 1.0}
     uneven, between = logits.clone(), logits.clone()
     for row, at in (batch.also[:, 1:] >= 0).any(2).nonzero().tolist():
-        for one in (uneven, between):
-            one[row, at, batch.targets[row, at + 1]] = 2.0  # likelier than the others: all are found
+        for model_logits in (uneven, between):
+            model_logits[row, at, batch.targets[row, at + 1]] = 2.0  # likelier than the others: all are found
         between[row, at, 0] = 1.0  # what is no value is likelier than some
     assert losses(Says(uneven), batch)[0].abs() < 1e-3
     assert losses(Says(uneven), batch)[2]["values"] == 1.0
@@ -235,26 +235,26 @@ def test_chains_and_values_are_as_many_as_are_asked_for(tokenizer, language):
 
 def test_asking_behind_a_context_is_asking_with_it(xs, context):
     """Greedy answers behind stored KV are those of whole passes."""
-    asked = ContextSession(xs, context)
+    session = ContextSession(xs, context)
     for question in context.questions[:6]:
         ids = [*flat(context), *question.prompt]
-        (said,) = asked.answers([question])
+        (answer,) = session.answers([question])
         with torch.no_grad():
-            logits = xs(torch.tensor([[*ids, *said]]), use_cache=False).logits[0]
+            logits = xs(torch.tensor([[*ids, *answer]]), use_cache=False).logits[0]
         if question.kind == "values":
             expected = logits[len(ids) - 1].topk(question.statements).indices
         else:
             expected = logits[len(ids) - 1 : -1].argmax(-1)
-        assert list(said) == expected.tolist()
+        assert list(answer) == expected.tolist()
     first, second = [q for q in context.questions if q.kind == "fact"][:2]
-    assert asked.answers([first, second]) == [first.answer, second.answer]
-    hidden = torch.ones(asked.tokens, dtype=torch.bool)
-    assert asked.is_right(first, hidden)
+    assert session.answers([first, second]) == [first.answer, second.answer]
+    hidden = torch.ones(session.tokens, dtype=torch.bool)
+    assert session.is_right(first, hidden)
     hidden[flat(context).index(first.answer[0])] = False
-    assert not asked.is_right(first, hidden)
-    attention = asked.attention(first.prompt)
-    assert [layer.shape for layer in attention] == [(4, 2, asked.tokens)] * 8
-    assert asked.is_right(first)  # nothing of it is left behind
+    assert not session.is_right(first, hidden)
+    attention = session.attention(first.prompt)
+    assert [layer.shape for layer in attention] == [(4, 2, session.tokens)] * 8
+    assert session.is_right(first)  # nothing of it is left behind
 
 
 def test_values_are_right_in_any_order_and_others_are_not(context):
@@ -269,9 +269,9 @@ def test_values_are_right_in_any_order_and_others_are_not(context):
 
 
 def test_a_tenth_of_the_chunks_is_a_tenth():
-    seen = random_tenth(165, np.random.default_rng(0))
-    assert seen.sum() == 16
-    assert seen.view(-1)[seen.nonzero()[0] // 16 * 16 : seen.nonzero()[0] // 16 * 16 + 16].all()
+    visible = random_tenth(165, np.random.default_rng(0))
+    assert visible.sum() == 16
+    assert visible.view(-1)[visible.nonzero()[0] // 16 * 16 : visible.nonzero()[0] // 16 * 16 + 16].all()
 
 
 @pytest.mark.parametrize("name", NEEDLES)
@@ -282,16 +282,16 @@ def test_needles_are_what_they_are_called(tokenizer, language, name):
         words = tokenizer.convert_ids_to_tokens(flat(context))
         assert len(words) == 1500
         assert len(questions) == len({question.prompt for question in questions}) == needle.together
-        asked = tokenizer.convert_ids_to_tokens([questions[0].prompt[1]])[0]
+        key = tokenizer.convert_ids_to_tokens([questions[0].prompt[1]])[0]
         statements = words.count("<is>") + words.count("<copy>")
         assert statements == 1 if name == "single" else statements > 50
         if name == "multi-value":
-            told = [at for at, word in enumerate(words) if word == "<is>" and words[at + 1] == asked]
-            assert len(told) == MAX_VALUES
+            places = [at for at, word in enumerate(words) if word == "<is>" and words[at + 1] == key]
+            assert len(places) == MAX_VALUES
         if name == "tracking":
             copied, links = {words[i + 1]: words[i + 2] for i, word in enumerate(words) if word == "<copy>"}, 0
-            while asked in copied:
-                asked, links = copied[asked], links + 1
+            while key in copied:
+                key, links = copied[key], links + 1
             assert links == MAX_VALUES
 
 
@@ -313,20 +313,20 @@ def test_the_shipped_model_answers_at_2048_tokens():
     assert model.config.num_key_value_heads >= 4
     kinds, right = ("fact", "alias", "hop", "shot"), []
     context = language.context(np.random.default_rng([9, 0]), 2048, 40, dict.fromkeys(kinds, 1.0), (0.3, 0.5))
-    asked = ContextSession(model, context)
+    session = ContextSession(model, context)
     for kind in kinds:
-        right += [asked.is_right(question) for question in context.questions if question.kind == kind][:3]
+        right += [session.is_right(question) for question in context.questions if question.kind == kind][:3]
     assert len(right) == 12
     assert sum(right) >= 12
 
 
 @needs_model
 def test_what_is_told_of_the_shipped_model_is_whole():
-    told = json.loads((LONG / "check.json").read_text())
-    measured = {(one["tokens"], one["yarn"]): one for one in told["lengths"]}
+    record = json.loads((LONG / "check.json").read_text())
+    measured = {(row["tokens"], row["yarn"]): row for row in record["lengths"]}
     assert {(512, 1.0), (2048, 1.0), (4096, 1.0), (8192, 1.0), (8192, 8192 / BEYOND)} <= measured.keys()
-    assert all(measured[tokens, 1.0]["figures"]["full"] >= told["bars"]["full"] for tokens in (512, 2048, 4096))
-    assert all(one["figures"].keys() == BARS.keys() for one in measured.values())
+    assert all(measured[tokens, 1.0]["figures"]["full"] >= record["bars"]["full"] for tokens in (512, 2048, 4096))
+    assert all(row["figures"].keys() == BARS.keys() for row in measured.values())
     curve = json.loads((LONG / "curve.json").read_text())
     assert curve[-1]["length"] == SIZES["long-chains"].stages[-1].length == BEYOND
     files = [path for path in (ROOT / "eval" / "reference").rglob("*") if path.is_file() and path.suffix != ".pyc"]

@@ -58,20 +58,20 @@ def lines(path):
 
 def test_the_exact_method_predicts_what_plain_transformers_does(finished):
     out, _ = finished
-    restored = 0
+    tokens_restored = 0
     for folder in sorted(out.glob("*/full")):
         full, exact = (lines(folder.parent / name / "predictions.jsonl") for name in ("full", "exact"))
         assert len(full) == len(exact) >= 1
-        for plain, ours in zip(full, exact, strict=True):
-            assert ours["prediction"] == plain["prediction"]
-            assert ours["score"] == pytest.approx(plain["score"], rel=1e-4)
-            assert ours["top1"] == 100
-            assert ours["kl"] < 1e-6
-            restored += ours["restored"]
+        for plain, line in zip(full, exact, strict=True):
+            assert line["prediction"] == plain["prediction"]
+            assert line["score"] == pytest.approx(plain["score"], rel=1e-4)
+            assert line["top1"] == 100
+            assert line["kl"] < 1e-6
+            tokens_restored += line["restored"]
             # all but what does not fill a chunk is restored
-            assert ours["restored"] >= ours["tokens"]["prefix"] - 16
+            assert line["restored"] >= line["tokens"]["prefix"] - 16
     assert len(list(out.glob("*/full"))) == len(TASKS_RUN.split(",")) + 3  # reference is four
-    assert restored > 10_000
+    assert tokens_restored > 10_000
 
 
 def test_a_run_says_what_it_was(finished, saved):
@@ -128,17 +128,17 @@ def test_an_interrupted_run_goes_on(finished, tmp_path):
     out = tmp_path / "results"
     shutil.copytree(before, out)
     path = out / "sst2" / "exact" / "predictions.jsonl"
-    whole = path.read_text()
-    cut = whole.splitlines(keepends=True)
-    path.write_text(cut[0] + cut[1][:30])  # ended in the middle of a line
-    kept = (out / "rte" / "exact" / "predictions.jsonl").stat().st_mtime_ns
+    content = path.read_text()
+    content_lines = content.splitlines(keepends=True)
+    path.write_text(content_lines[0] + content_lines[1][:30])  # ended in the middle of a line
+    modified_ns = (out / "rte" / "exact" / "predictions.jsonl").stat().st_mtime_ns
     arguments = [out if argument == before else argument for argument in common]
     result = run("--tasks", "sst2,rte", *arguments)
     assert result.exit_code == 0, result.output
     again = lines(path)
-    assert [line["id"] for line in again] == [json.loads(line)["id"] for line in cut]
-    assert [line["prediction"] for line in again] == [json.loads(line)["prediction"] for line in cut]
-    assert (out / "rte" / "exact" / "predictions.jsonl").stat().st_mtime_ns == kept
+    assert [line["id"] for line in again] == [json.loads(line)["id"] for line in content_lines]
+    assert [line["prediction"] for line in again] == [json.loads(line)["prediction"] for line in content_lines]
+    assert (out / "rte" / "exact" / "predictions.jsonl").stat().st_mtime_ns == modified_ns
 
 
 @pytest.mark.parametrize(
@@ -162,9 +162,9 @@ def test_wrong_input_is_one_line_exit_2_and_nothing_written(saved, folder, tmp_p
     arguments = {"--model": saved, "--tasks": "sst2", "--data": folder, "--limit": 2, "--out": out, "--device": "cpu"}
     result = run(*(part for pair in (arguments | {"--prefix-tokens": 200} | changes).items() for part in pair))
     assert result.exit_code == 2
-    said = [line for line in result.output.splitlines() if "eval.run:" in line]
-    assert len(said) == 1
-    assert says in said[0]
+    messages = [line for line in result.output.splitlines() if "eval.run:" in line]
+    assert len(messages) == 1
+    assert says in messages[0]
     assert not out.exists()
 
 
@@ -176,8 +176,8 @@ def test_without_a_network_it_says_so_within_ten_seconds(saved, silent_hub, tmp_
     result = run("--model", model, "--tasks", "rte", "--out", out, "--device", "cpu", "--prefix-tokens", 200)
     assert time.monotonic() - began < 10
     assert result.exit_code == 2
-    (said,) = [line for line in result.output.splitlines() if "eval.run:" in line]
-    assert ("with --data DIR" if missing == "data" else "'nowhere/at-all' cannot be loaded: there is no such") in said
+    (text,) = [line for line in result.output.splitlines() if "eval.run:" in line]
+    assert ("with --data DIR" if missing == "data" else "'nowhere/at-all' cannot be loaded: there is no such") in text
     assert not out.exists()
 
 
@@ -277,21 +277,21 @@ def test_running_text_is_followed_token_by_token(saved, folder, tmp_path):
     methods = "exact,contiguous_kv:budget=0.2:gain=0,contiguous_kv:budget=0.2:reselect=False"
     result = run(*common, "--methods", methods, "--out", tmp_path, "--prefix-tokens", 300)
     assert result.exit_code == 0, result.output
-    found = {path.parent.name: lines(path) for path in tmp_path.glob("text/*/predictions.jsonl")}
+    predictions = {path.parent.name: lines(path) for path in tmp_path.glob("text/*/predictions.jsonl")}
     names = ("full", "exact", "contiguous_kv-budget=0.2-gain=0", "contiguous_kv-budget=0.2-reselect=False")
     model, tokenizer = AutoModelForCausalLM.from_pretrained(saved), AutoTokenizer.from_pretrained(saved)
     (_, examples), *_ = draw_examples([TASKS["text"]], Draw(Data(folder), 1, 42, 300, tokenizer)).items()
-    for example, full, exact, each, once in zip(examples, *(found[name] for name in names), strict=True):
+    for example, full, exact, every_token, once in zip(examples, *(predictions[name] for name in names), strict=True):
         prompt = encode(example, TASKS["text"], tokenizer, model.config.max_position_embeddings)
         with torch.no_grad():
-            said = model(torch.tensor([prompt.whole + prompt.answer])).logits[0, len(prompt.whole) - 1 : -1]
-        wanted = torch.nn.functional.cross_entropy(said, torch.tensor(prompt.answer)).exp()
-        assert full["score"] == pytest.approx(float(wanted), rel=1e-4)
+            logits = model(torch.tensor([prompt.whole + prompt.answer])).logits[0, len(prompt.whole) - 1 : -1]
+        perplexity = torch.nn.functional.cross_entropy(logits, torch.tensor(prompt.answer)).exp()
+        assert full["score"] == pytest.approx(float(perplexity), rel=1e-4)
         assert exact["score"] == pytest.approx(full["score"], rel=1e-4)
         assert exact["answer_kl"] < 1e-6 and exact["answer_top1"] == 100
         assert full["prediction"] == exact["prediction"] == ""
-        assert each["answer_kl"] > 1e-6 and once["answer_kl"] > 1e-6
-        assert each["answered"] > each["brought"] and once["answered"] == once["brought"]
+        assert every_token["answer_kl"] > 1e-6 and once["answer_kl"] > 1e-6
+        assert every_token["answered"] > every_token["brought"] and once["answered"] == once["brought"]
 
 
 def test_passages_are_stored_apart_and_found(saved, folder, tmp_path):
@@ -343,8 +343,8 @@ def test_the_report_draws_every_task(finished, tmp_path):
     page = (out / "README.md").read_text()
     assert "| method | accuracy, % |" in page
     assert "| some@0.5 | 60.0 (55.0–65.0) |" in page
-    every = json.loads((out / "metrics.json").read_text())
-    assert {(row["task"], row["variant"]) for row in every} >= {("sst2", "full"), ("sst2", "some@0.5")}
+    metrics = json.loads((out / "metrics.json").read_text())
+    assert {(row["task"], row["variant"]) for row in metrics} >= {("sst2", "full"), ("sst2", "some@0.5")}
     for task in {path.parent.name for path in out.glob("*/full")}:
         assert (out / f"{task}.png").stat().st_size > 5_000
         assert f"({task}.png)" in page
@@ -358,8 +358,8 @@ def test_a_report_can_be_made_again_from_its_own_metrics(tmp_path):
     for name, path in (("first", "sst2/full/metrics.json"), ("again", "metrics.json")):
         (tmp_path / name / path).parent.mkdir(parents=True)
         (tmp_path / name / "config.json").write_text(json.dumps(config))
-        found = row("sst2", "full", None, 90)
-        (tmp_path / name / path).write_text(json.dumps([found] if path == "metrics.json" else found))
+        metrics = row("sst2", "full", None, 90)
+        (tmp_path / name / path).write_text(json.dumps([metrics] if path == "metrics.json" else metrics))
         result = CliRunner().invoke(_report_app(), [str(tmp_path / name)])
         assert result.exit_code == 0, result.output
         pages.append([(tmp_path / name / file).read_text() for file in ("README.md", "metrics.json")])
@@ -371,8 +371,8 @@ def row(task, variant, budget, score, metric="accuracy"):
     def figure(mean):
         return {"mean": mean, "low": mean - 5, "high": mean + 10}
 
-    found = {"task": task, "variant": variant, "budget": budget, "metric": metric, "examples": 100}
-    return found | {"score": figure(score), "top1": figure(99.5), "kl": figure(1.3e-3), "ttft": figure(0.0123)}
+    metrics = {"task": task, "variant": variant, "budget": budget, "metric": metric, "examples": 100}
+    return metrics | {"score": figure(score), "top1": figure(99.5), "kl": figure(1.3e-3), "ttft": figure(0.0123)}
 
 
 def test_the_table_is_whole_in_80_columns(monkeypatch, capsys):
@@ -382,7 +382,7 @@ def test_the_table_is_whole_in_80_columns(monkeypatch, capsys):
     text = [row("text", "full", None, 1234.5, "perplexity"), row("text", f"{long}@0.05", 0.05, 12345.6, "perplexity")]
     keys = "contiguous_kv:identify=keys"
     fact = [row("fact", "full", None, 100, "exact_match"), row("fact", f"{keys}@0.05", 0.05, 50, "exact_match")]
-    show({name: {r["variant"]: r for r in some} for name, some in (("sst2", rows), ("text", text), ("fact", fact))})
+    show({name: {r["variant"]: r for r in part} for name, part in (("sst2", rows), ("text", text), ("fact", fact))})
     printed = capsys.readouterr().out
     assert max(map(len, printed.splitlines())) <= 80
     assert "…" not in printed
@@ -428,9 +428,9 @@ def test_a_report_of_nothing_says_so(tmp_path):
 def _report_app():
     import typer
 
-    made = typer.Typer()
-    made.command()(report.main)
-    return made
+    report_app = typer.Typer()
+    report_app.command()(report.main)
+    return report_app
 
 
 @pytest.mark.parametrize(

@@ -27,12 +27,12 @@ def test_groups_name_runs_and_each_run_is_in_a_group():
 @pytest.mark.parametrize("name", SUITES["runs"])
 def test_a_run_is_a_valid_call_of_eval_run(name):
     arguments = suite.arguments_of(name, SUITES, Path("data"), Path("results"))
-    given = dict(zip(arguments[::2], arguments[1::2], strict=True))
+    values = dict(zip(arguments[::2], arguments[1::2], strict=True))
     options = {option for p in typer.main.get_command(evaluation.app).params for option in p.opts}
-    assert given.keys() <= options
-    assert find_tasks(given["--tasks"])
-    assert find_variants(given["--methods"], given.get("--budgets", ""), given.get("--ratios", ""))
-    assert given["--out"] == str(Path("results") / name) and given["--data"] == "data"
+    assert values.keys() <= options
+    assert find_tasks(values["--tasks"])
+    assert find_variants(values["--methods"], values.get("--budgets", ""), values.get("--ratios", ""))
+    assert values["--out"] == str(Path("results") / name) and values["--data"] == "data"
 
 
 def test_an_unknown_name_says_which_there_are():

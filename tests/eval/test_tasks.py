@@ -82,9 +82,9 @@ def test_few_shot_prefixes_are_shared_long_and_hold_no_question(name, draw):
 
 def test_demonstrations_are_drawn_from_every_label(draw):
     for example in TASKS["trec"].examples(draw):
-        shown = Counter(segment.rsplit("Type:", 1)[1].strip() for segment in example.segments)
-        assert len(shown) == 6
-        assert max(shown.values()) - min(shown.values()) <= 1
+        counts = Counter(segment.rsplit("Type:", 1)[1].strip() for segment in example.segments)
+        assert len(counts) == 6
+        assert max(counts.values()) - min(counts.values()) <= 1
 
 
 def test_reuse_follows_a_normal_distribution(draw):
@@ -130,11 +130,11 @@ def test_retrieved_passages_are_the_best_matches_of_the_whole_corpus(tmp_path, d
 
 
 def test_a_last_turn_takes_its_128_tokens_from_the_context(draw):
-    whole = next(iter(TASKS["longbench_qasper"].examples(draw)))
+    full = next(iter(TASKS["longbench_qasper"].examples(draw)))
     turn = next(iter(TASKS["turns_qasper"].examples(draw)))
-    assert turn.prefix + turn.question == whole.prefix + whole.question
-    moved = turn.question.removesuffix(whole.question)
-    assert 118 <= draw.count(moved) <= 128
+    assert turn.prefix + turn.question == full.prefix + full.question
+    moved_text = turn.question.removesuffix(full.question)
+    assert 118 <= draw.count(moved_text) <= 128
 
 
 def test_needles_are_where_they_should_be(draw):
@@ -142,9 +142,9 @@ def test_needles_are_where_they_should_be(draw):
         if "niah" not in name or "multikey_3" in name:
             continue
         for example in TASKS[name].examples(draw):
-            asked = re.search(r"secret values of (.*)\?", example.question)[1].split(" and ")
-            told = re.findall(r"A secret value of (\S+) is (\S+)\.", example.prefix)
-            assert sorted(value for key, value in told if key in asked) == sorted(example.answers)
+            keys = re.search(r"secret values of (.*)\?", example.question)[1].split(" and ")
+            statements = re.findall(r"A secret value of (\S+) is (\S+)\.", example.prefix)
+            assert sorted(value for key, value in statements if key in keys) == sorted(example.answers)
             assert draw.count(example.prefix) <= draw.prefix_tokens
             assert draw.count(example.prefix) > 0.6 * draw.prefix_tokens
             assert len(example.answers) == (4 if "multivalue" in name or "multiquery" in name else 1)
@@ -155,19 +155,19 @@ def test_variables_can_be_followed(draw):
         values = {}
         for name, value in re.findall(r"LET (\w+) = (\w+)\.", example.prefix):
             values[name] = values.get(value, value)
-        wanted = re.search(r"the value (\d+)", example.question)[1]
-        assert sorted(name for name, value in values.items() if value == wanted) == sorted(example.answers)
+        target = re.search(r"the value (\d+)", example.question)[1]
+        assert sorted(name for name, value in values.items() if value == target) == sorted(example.answers)
         assert len(example.answers) == 5
 
 
-@pytest.mark.parametrize(("name", "asked"), [("ruler_cwe", 10), ("ruler_fwe", 3)])
-def test_frequent_words_are_more_frequent_than_all_others(name, asked, draw):
+@pytest.mark.parametrize(("name", "top_words"), [("ruler_cwe", 10), ("ruler_fwe", 3)])
+def test_frequent_words_are_more_frequent_than_all_others(name, top_words, draw):
     draw = Draw(draw.data, 3, 1, 4000, draw.tokenizer)
     for example in TASKS[name].examples(draw):
         words = re.findall(r"\b[a-z]+\b", example.prefix.split("\n\n")[1])
         counts = Counter(words).most_common()
-        assert sorted(word for word, _ in counts[:asked]) == sorted(example.answers)
-        assert counts[asked - 1][1] > counts[asked][1]
+        assert sorted(word for word, _ in counts[:top_words]) == sorted(example.answers)
+        assert counts[top_words - 1][1] > counts[top_words][1]
 
 
 def test_longer_prefixes_are_asked_for_by_tokens(draw):
@@ -182,13 +182,13 @@ def test_longer_prefixes_are_asked_for_by_tokens(draw):
 def test_too_long_prompts_keep_both_halves(draw, tokenizer):
     task = TASKS["longbench_qasper"]
     example = next(iter(task.examples(draw)))
-    whole = encode(example, task, tokenizer, 10_000)
-    cut = encode(example, task, tokenizer, 300)
+    full = encode(example, task, tokenizer, 10_000)
+    shortened_prompt = encode(example, task, tokenizer, 300)
     room = 300 - task.max_new_tokens
-    assert len(cut.whole) == room
-    assert cut.whole[: room // 2] == whole.whole[: room // 2]
-    assert cut.whole[-(room - room // 2) :] == whole.whole[-(room - room // 2) :]
-    assert cut.question == whole.question
+    assert len(shortened_prompt.whole) == room
+    assert shortened_prompt.whole[: room // 2] == full.whole[: room // 2]
+    assert shortened_prompt.whole[-(room - room // 2) :] == full.whole[-(room - room // 2) :]
+    assert shortened_prompt.question == full.question
     with pytest.raises(EvalError, match="leave no room"):
         encode(example, task, tokenizer, 130)
 
@@ -196,13 +196,13 @@ def test_too_long_prompts_keep_both_halves(draw, tokenizer):
 def test_passages_are_the_tokens_of_their_segments(draw, tokenizer):
     task = TASKS["musique"]
     example = next(task.examples(draw))
-    whole = encode(example, task, tokenizer, 100_000)
-    assert len(whole.passages) == len(example.segments) - 1  # the first is an instruction
-    joined = tokenizer.decode([token for passage in whole.passages for token in passage])
+    full = encode(example, task, tokenizer, 100_000)
+    assert len(full.passages) == len(example.segments) - 1  # the first is an instruction
+    joined = tokenizer.decode([token for passage in full.passages for token in passage])
     assert joined.split() == example.prefix.removeprefix(example.segments[0]).split()
-    halves = encode(example, replace(task, keeps_passages=False), tokenizer, len(whole.whole) * 5 // 6)
-    assert 0 < len(halves.passages) < len(whole.passages)
-    assert set(halves.passages) <= set(whole.passages)
+    halves = encode(example, replace(task, keeps_passages=False), tokenizer, len(full.whole) * 5 // 6)
+    assert 0 < len(halves.passages) < len(full.passages)
+    assert set(halves.passages) <= set(full.passages)
     for passage in halves.passages:
         assert " ".join(map(str, passage)) in " ".join(map(str, halves.prefix))
 
@@ -211,15 +211,15 @@ def test_passages_are_the_tokens_of_their_segments(draw, tokenizer):
 def test_too_long_a_prompt_of_passages_keeps_their_beginnings(lengths, room):
     ends = np.cumsum([1, *lengths]).tolist()
     ranges, tokens = list(itertools.pairwise(ends)), list(range(ends[-1]))
-    kept, cut = shortened(tokens, ranges, room)
-    assert kept[:1] == [0] and len(kept) <= room
-    longest = max((b - a for a, b in cut), default=0)
-    for (first, last), (a, b) in zip(ranges, cut, strict=False):
-        assert kept[a:b] == tokens[first : first + b - a]
+    kept_tokens, kept_ranges = shortened(tokens, ranges, room)
+    assert kept_tokens[:1] == [0] and len(kept_tokens) <= room
+    longest = max((b - a for a, b in kept_ranges), default=0)
+    for (first, last), (a, b) in zip(ranges, kept_ranges, strict=False):
+        assert kept_tokens[a:b] == tokens[first : first + b - a]
         assert b - a == min(longest, last - first)
-    if len(cut) < len(ranges):
-        assert 1 + sum(min(64, b - a) for a, b in ranges[: len(cut) + 1]) > room
-    elif any(b - a < last - first for (first, last), (a, b) in zip(ranges, cut, strict=True)):
+    if len(kept_ranges) < len(ranges):
+        assert 1 + sum(min(64, b - a) for a, b in ranges[: len(kept_ranges) + 1]) > room
+    elif any(b - a < last - first for (first, last), (a, b) in zip(ranges, kept_ranges, strict=True)):
         assert 1 + sum(min(longest + 1, n) for n in lengths) > room
 
 
@@ -229,12 +229,12 @@ def test_a_chat_template_goes_around_the_prompt(draw, tokenizer):
     before = tokenizer.chat_template
     try:
         tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}] {{ m.content }} [end]{% endfor %} [say]"
-        made = encode(example, task, tokenizer, 10_000, chat=True)
+        encoded = encode(example, task, tokenizer, 10_000, chat=True)
         plain = encode(example, TASKS["longbench_trec"], tokenizer, 10_000, chat=True)
     finally:
         tokenizer.chat_template = before
-    assert tokenizer.decode(made.whole).startswith("[user] ")
-    assert tokenizer.decode(made.question).endswith("Answer: [end] [say]")
+    assert tokenizer.decode(encoded.whole).startswith("[user] ")
+    assert tokenizer.decode(encoded.question).endswith("Answer: [end] [say]")
     assert "[user]" not in tokenizer.decode(plain.whole)
 
 
