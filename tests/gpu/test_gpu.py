@@ -130,8 +130,8 @@ def test_a_flipped_bit_is_seen_on_the_way_to_the_device(tmp_path):
     path.write_bytes(data)
     with KVStore(tmp_path, device_memory="64MiB") as store:
         cache = TieredCache(model, store)
-        ours = model.generate(ids, past_key_values=cache, **GREEDY)
-        assert torch.equal(ours.sequences, model.generate(ids, **GREEDY).sequences)
+        output = model.generate(ids, past_key_values=cache, **GREEDY)
+        assert torch.equal(output.sequences, model.generate(ids, **GREEDY).sequences)
         assert cache.stats.details.verification_failures == 1
         assert cache.stats.tokens_restored == 144
 
@@ -160,10 +160,10 @@ def test_kv_of_the_cpu_does_not_serve_the_gpu(tmp_path):
         store.precompute(build("llama"), ids, progress=False)
         model = build("llama").to(DEVICE)
         cache = TieredCache(model, store, record=False)
-        ours = model.generate(ids.to(DEVICE), past_key_values=cache, **GREEDY)
+        output = model.generate(ids.to(DEVICE), past_key_values=cache, **GREEDY)
         assert cache.stats.tokens_restored == 0
         assert "device" in cache.stats.reason
-        assert torch.equal(ours.sequences, model.generate(ids.to(DEVICE), **GREEDY).sequences)
+        assert torch.equal(output.sequences, model.generate(ids.to(DEVICE), **GREEDY).sequences)
 
 
 def test_beams_and_batches_on_the_gpu(tmp_path):
@@ -173,9 +173,9 @@ def test_beams_and_batches_on_the_gpu(tmp_path):
         arguments = {"do_sample": False, "max_new_tokens": 8}
         for more in ({"num_beams": 3}, {"prompt_lookup_num_tokens": 3}):
             cache = TieredCache(model, store, record=False)
-            ours = model.generate(ids, past_key_values=cache, **arguments, **more)
+            output = model.generate(ids, past_key_values=cache, **arguments, **more)
             assert cache.stats.tokens_restored > 0
-            assert torch.equal(ours, model.generate(ids, **arguments, **more))
+            assert torch.equal(output, model.generate(ids, **arguments, **more))
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
@@ -191,10 +191,10 @@ def test_a_model_over_two_gpus(tmp_path):
         store.precompute(model, ids, progress=False)
         for _ in range(2):
             cache = TieredCache(model, store, record=False)
-            ours = model.generate(ids.to(model.device), past_key_values=cache, do_sample=False, max_new_tokens=8)
+            output = model.generate(ids.to(model.device), past_key_values=cache, do_sample=False, max_new_tokens=8)
             assert cache.stats.tokens_restored == 192
             assert len({layer.keys.device for layer in cache.layers}) == 2
-    assert torch.equal(ours, model.generate(ids.to(model.device), do_sample=False, max_new_tokens=8))
+    assert torch.equal(output, model.generate(ids.to(model.device), do_sample=False, max_new_tokens=8))
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_a_model_over_two_gpus(tmp_path):
 def test_a_budget_is_kept_and_a_whole_one_is_exact(tmp_path, method, engine, dtype):
     """Tokens are equal cold, from a small device tier, and warm; a budget of 1 equals the exact method."""
     model, ids = build("qwen2", dtype).to(DEVICE), prompt(200).to(DEVICE)
-    asked = question(ids, seed=8)
+    longer_ids = question(ids, seed=8)
     partly, wholly = (make_method(f"{method}:budget={budget}") for budget in (0.25, 1.0))
     sizes = {"device_memory": "2MiB", "host_memory": "1MiB", "policy": partly.policy}
     results = []
@@ -213,15 +213,15 @@ def test_a_budget_is_kept_and_a_whole_one_is_exact(tmp_path, method, engine, dty
         with KVStore(tmp_path, engine=engine, **sizes) as store:
             for _ in range(2):
                 cache = TieredCache(model, store, method=partly, record=False)
-                results.append(model.generate(asked, past_key_values=cache, **GREEDY))
+                results.append(model.generate(longer_ids, past_key_values=cache, **GREEDY))
                 assert 0 < cache.stats.tokens_attended < cache.stats.tokens_restored
-            exact, whole = (
-                model.generate(asked, past_key_values=TieredCache(model, store, method=m, record=False), **GREEDY)
+            exact, with_all = (
+                model.generate(longer_ids, past_key_values=TieredCache(model, store, method=m, record=False), **GREEDY)
                 for m in (None, wholly)
             )
-            assert all(torch.equal(a, b) for a, b in zip(exact.logits, whole.logits, strict=True))
-    for ours in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(ours.logits, results[0].logits, strict=True))
+            assert all(torch.equal(a, b) for a, b in zip(exact.logits, with_all.logits, strict=True))
+    for result in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(result.logits, results[0].logits, strict=True))
 
 
 @pytest.mark.parametrize("method", ["cache_tune", "cache_blend", "epic"])
@@ -229,7 +229,7 @@ def test_passages_are_restored_anywhere(tmp_path, method, engine, dtype):
     """Logits are equal cold and warm, from a partial device tier; full recomputation equals the plain model."""
     model = build("qwen2", dtype, num_hidden_layers=4).to(DEVICE)  # CacheBlend computes the first two in full
     passages = [prompt(tokens, seed=seed)[0] for seed, tokens in enumerate((96, 160), start=1)]
-    asked = torch.cat([prompt(20, seed=8)[0], *reversed(passages), prompt(20, seed=9)[0]]).unsqueeze(0).to(DEVICE)
+    ids = torch.cat([prompt(20, seed=8)[0], *reversed(passages), prompt(20, seed=9)[0]]).unsqueeze(0).to(DEVICE)
     partly, wholly = (make_method(f"{method}:recompute={share}") for share in (0.25, 1.0))
     sizes = {"device_memory": "1MiB", "host_memory": "1MiB", "engine": engine}
     with KVStore(tmp_path, **sizes) as store:
@@ -239,25 +239,25 @@ def test_passages_are_restored_anywhere(tmp_path, method, engine, dtype):
         with KVStore(tmp_path, **sizes) as store:
             for _ in range(2):
                 cache = TieredCache(model, store, method=partly, record=False)
-                results.append(model.generate(asked, past_key_values=cache, **GREEDY))
+                results.append(model.generate(ids, past_key_values=cache, **GREEDY))
                 assert cache.stats.bytes_read or cache.stats.host.hits or cache.stats.device.hits
-            whole = model.generate(
-                asked, past_key_values=TieredCache(model, store, method=wholly, record=False), **GREEDY
+            exact = model.generate(
+                ids, past_key_values=TieredCache(model, store, method=wholly, record=False), **GREEDY
             )
-    for ours in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(ours.logits, results[0].logits, strict=True))
-    full = model.generate(asked, **GREEDY)
+    for result in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(result.logits, results[0].logits, strict=True))
+    full = model.generate(ids, **GREEDY)
     atol = 1e-4 if dtype == torch.float32 else 5e-2
-    torch.testing.assert_close(whole.logits[0], full.logits[0], rtol=0, atol=atol * float(full.logits[0].abs().max()))
+    torch.testing.assert_close(exact.logits[0], full.logits[0], rtol=0, atol=atol * float(full.logits[0].abs().max()))
 
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_codecs_give_the_same_bits_as_on_the_cpu(codec, dtype):
     tensor = torch.randn(4, 300, 64).mul_(torch.logspace(-20, 20, 300)[:, None]).to(dtype)
     fields = CODECS[codec].encode(tensor)
-    there = CODECS[codec].encode(tensor.to(DEVICE))
-    assert all(torch.equal(a, b.cpu()) for a, b in zip(fields, there, strict=True))
-    assert torch.equal(CODECS[codec].decode(there, dtype).cpu(), CODECS[codec].decode(fields, dtype))
+    device_fields = CODECS[codec].encode(tensor.to(DEVICE))
+    assert all(torch.equal(a, b.cpu()) for a, b in zip(fields, device_fields, strict=True))
+    assert torch.equal(CODECS[codec].decode(device_fields, dtype).cpu(), CODECS[codec].decode(fields, dtype))
 
 
 @pytest.mark.parametrize("record", [False, True])
@@ -293,10 +293,10 @@ def test_attention_of_runs_is_what_the_cpu_computes(dtype, causal, heads, dim):
     query = torch.randn(1, heads, 37, dim).to(dtype)
     keys, values = (torch.randn(1, 2, 37 if causal else 301, dim).to(dtype) for _ in range(2))
     expected = attention(query.float(), keys.float(), values.float(), None, causal=causal)
-    found = attention(query.to(DEVICE), keys.to(DEVICE), values.to(DEVICE), None, causal=causal)
+    result = attention(query.to(DEVICE), keys.to(DEVICE), values.to(DEVICE), None, causal=causal)
     atol = 1e-5 if dtype == torch.float32 else 2e-2
-    torch.testing.assert_close(found.output.cpu(), expected.output, rtol=0, atol=atol)
-    torch.testing.assert_close(found.log_total.cpu(), expected.log_total, rtol=0, atol=atol)
+    torch.testing.assert_close(result.output.cpu(), expected.output, rtol=0, atol=atol)
+    torch.testing.assert_close(result.log_total.cpu(), expected.log_total, rtol=0, atol=atol)
 
 
 class _Watched(Exact, Conversing):
@@ -308,7 +308,7 @@ class _Watched(Exact, Conversing):
 
 def test_attention_is_compared_as_on_the_cpu(tmp_path):
     model, ids = build("qwen2"), prompt(400)
-    found = []
+    results = []
     for device in (torch.device("cpu"), DEVICE):
         on_device, tokens = model.to(device), ids.to(device)
         with KVStore(tmp_path / device.type) as store:
@@ -318,10 +318,10 @@ def test_attention_is_compared_as_on_the_cpu(tmp_path):
                 for at in range(380, 400):
                     on_device(input_ids=tokens[:, at : at + 1], past_key_values=cache)
             store.flush()
-            found.append(cache._executor.observer.result())
-    assert found[0].rows == found[1].rows == 390 and found[1].missing == ""
-    np.testing.assert_allclose(found[1].euclidean, found[0].euclidean, atol=1e-2)
-    np.testing.assert_allclose(found[1].initial_recent, found[0].initial_recent, atol=1e-3)
+            results.append(cache._executor.observer.result())
+    assert results[0].rows == results[1].rows == 390 and results[1].missing == ""
+    np.testing.assert_allclose(results[1].euclidean, results[0].euclidean, atol=1e-2)
+    np.testing.assert_allclose(results[1].initial_recent, results[0].initial_recent, atol=1e-3)
 
 
 def _set_waits(mode):
