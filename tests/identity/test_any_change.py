@@ -43,9 +43,9 @@ def asks(model, store):
         cache = TieredCache(model, store, record=False)
     except ConfigError:  # another number of layers: a clear error
         assume(False)
-    found = logits(model, cache)
+    actual = logits(model, cache)
     if cache.stats.tokens_restored:
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4)
     return cache.stats.tokens_restored
 
 

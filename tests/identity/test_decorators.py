@@ -59,8 +59,8 @@ PAIRS = {
 
 @pytest.mark.parametrize("decorated", PAIRS)
 def test_arguments_of_a_decorator_are_told_apart(decorated):
-    one, other = PAIRS[decorated]
-    models = [with_activation(decorated(argument)) for argument in (one, one, other)]
+    first, second = PAIRS[decorated]
+    models = [with_activation(decorated(argument)) for argument in (first, first, second)]
     names = [fingerprint(model) for model in models]
     assert not Fingerprinter(models[0]).look().problem
     assert names[0] == names[1] != names[2]

@@ -119,9 +119,9 @@ PAIRS = {
 
 @pytest.mark.parametrize("pair", PAIRS)
 def test_functions_that_differ_in_one_value_are_told_apart(pair):
-    one, other = (with_activation(function) for function in PAIRS[pair])
-    assert not problem_of(one) and not problem_of(other)
-    assert fingerprint(one) != fingerprint(other)
+    first, second = (with_activation(function) for function in PAIRS[pair])
+    assert not problem_of(first) and not problem_of(second)
+    assert fingerprint(first) != fingerprint(second)
 
 
 def edits():
@@ -328,15 +328,15 @@ def test_another_process_gives_the_same_names():
     root = Path(__file__).parents[2]
     path = os.pathsep.join([str(root / "tests" / "lib"), str(root), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"PYTHONHASHSEED": "77", "PYTHONPATH": path}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == [fingerprint(build(family)) for family in ("llama", "gemma3", "qwen3_moe")]
+    result = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert result.stdout.split() == [fingerprint(build(family)) for family in ("llama", "gemma3", "qwen3_moe")]
 
 
 def test_kv_computed_since_a_write_into_data_is_not_stored_under_the_old_name(tmp_path, monkeypatch):
     """Requests read a small part of the weights again, and may find the write late."""
     for name in ("REREAD_BYTES", "ROW_BYTES"):
         monkeypatch.setattr(f"hf_tiered_cache.identity.weights.{name}", 4096)
-    model, other = build("llama"), build("llama")
+    model, original = build("llama"), build("llama")
     with KVStore(tmp_path) as store:
         store.precompute(model, prompt(32, seed=5), progress=False)
         model.model.layers[-1].mlp.down_proj.weight.data.view(-1)[1500:] *= 3
@@ -345,11 +345,11 @@ def test_kv_computed_since_a_write_into_data_is_not_stored_under_the_old_name(tm
         del cache
         store.flush()
     with KVStore(tmp_path) as store:
-        cache = TieredCache(other, store, record=False)
-        expected = other.generate(IDS, **GREEDY)
-        assert torch.equal(other.generate(IDS, past_key_values=cache, **GREEDY), expected)
+        cache = TieredCache(original, store, record=False)
+        expected = original.generate(IDS, **GREEDY)
+        assert torch.equal(original.generate(IDS, past_key_values=cache, **GREEDY), expected)
         assert cache.stats.tokens_restored == 0
-        assert TieredCache(other, store).look_up(prompt(32, seed=5))[0] is not None  # what was stored before stays
+        assert TieredCache(original, store).look_up(prompt(32, seed=5))[0] is not None  # what was stored before stays
 
 
 def test_who_waits_for_the_weights_to_be_read_is_told(tmp_path, monkeypatch):

@@ -37,8 +37,8 @@ def restored(model, store, ids=None):
     """Return how many tokens of the stored prompt `model` restores, and whether its output is right."""
     ids = prompt(70) if ids is None else ids
     cache = TieredCache(model, store, record=False)
-    ours = model.generate(ids, past_key_values=cache, **GREEDY)
-    assert torch.equal(ours, model.generate(ids, **GREEDY))
+    output = model.generate(ids, past_key_values=cache, **GREEDY)
+    assert torch.equal(output, model.generate(ids, **GREEDY))
     return cache.stats.tokens_restored
 
 
@@ -78,9 +78,9 @@ def test_bf16_against_fp16(tmp_path):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_it_is_the_same_in_every_process_and_for_every_copy(family):
-    one = build(family)
-    assert fingerprint(one) == fingerprint(build(family)) == fingerprint(copy.deepcopy(one))
-    assert fingerprint(one) != fingerprint(build(family, seed=1))
+    first_model = build(family)
+    assert fingerprint(first_model) == fingerprint(build(family)) == fingerprint(copy.deepcopy(first_model))
+    assert fingerprint(first_model) != fingerprint(build(family, seed=1))
 
 
 def test_a_model_that_was_saved_and_loaded_keeps_it(tmp_path):
@@ -145,25 +145,25 @@ def test_an_upgrade_of_the_library_or_its_format_leaves_what_is_stored(tmp_path,
         monkeypatch.setattr(name, "99.0.0")
     monkeypatch.setattr("hf_tiered_cache.store.format.FORMAT_VERSION", 99)
     with KVStore(tmp_path) as store:
-        later = build("llama")
-        assert restored(later, store) == 64
-        assert fingerprint(later) == alone
+        later_model = build("llama")
+        assert restored(later_model, store) == 64
+        assert fingerprint(later_model) == alone
     monkeypatch.setattr("torch.__version__", "99.0.0")  # other kernels, other bits
-    assert fingerprint(later) != alone
+    assert fingerprint(later_model) != alone
 
 
 @pytest.mark.parametrize("family", some(FAMILIES))
 @pytest.mark.thin(2)
 def test_any_one_tensor_counts(family):
     model = build(family)
-    seen = {fingerprint(model)}
+    fingerprints = {fingerprint(model)}
     head = model.get_output_embeddings()
     parameters = [(n, p) for n, p in model.named_parameters() if p is not head.weight]
     for _, parameter in parameters[:: max(1, len(parameters) // 12)]:
         with torch.no_grad():
             parameter.view(-1)[0] += 0.25
-        seen.add(fingerprint(model))
-    assert len(seen) == 1 + len(parameters[:: max(1, len(parameters) // 12)])
+        fingerprints.add(fingerprint(model))
+    assert len(fingerprints) == 1 + len(parameters[:: max(1, len(parameters) // 12)])
 
 
 def test_what_changes_no_kv_changes_nothing():
@@ -192,17 +192,17 @@ def test_weights_written_to_behind_its_back_are_noticed(tmp_path):
 def test_weights_replaced_moved_and_loaded_are_noticed():
     model = build("llama")
     name = Fingerprinter(model)
-    seen = [name()]
+    fingerprints = [name()]
     model.model.layers[1].mlp.up_proj.weight = torch.nn.Parameter(
         torch.randn_like(model.model.layers[1].mlp.up_proj.weight)
     )
-    seen.append(name())
+    fingerprints.append(name())
     model.load_state_dict(build("llama", seed=3).state_dict())
-    seen.append(name())
+    fingerprints.append(name())
     model.to(torch.bfloat16)
-    seen.append(name())
-    assert len(set(seen)) == 4
-    assert name() == seen[-1]
+    fingerprints.append(name())
+    assert len(set(fingerprints)) == 4
+    assert name() == fingerprints[-1]
 
 
 # --- adapters
@@ -440,11 +440,11 @@ def test_a_kernel_in_python_runs_plain_until_it_is_removed(tmp_path):
 
 def test_a_kernel_that_takes_the_place_of_another_is_noticed():
     name = Fingerprinter(build("llama"))
-    other = torch.library.Library("hf_tiered_cache_test", "FRAGMENT")
-    other.define("identity(Tensor x) -> Tensor")
-    other.impl("identity", lambda x: x, "CPU")
+    library = torch.library.Library("hf_tiered_cache_test", "FRAGMENT")
+    library.define("identity(Tensor x) -> Tensor")
+    library.impl("identity", lambda x: x, "CPU")
     assert not name.look().problem
-    other._destroy()
+    library._destroy()
     kernels = torch.library.Library("aten", "IMPL")
     kernels.impl("silu", lambda x: x * 3, "CPU")
     try:
@@ -516,13 +516,13 @@ def test_regimes_of_known_configurations():
 def test_a_hook_that_another_thread_adds_meanwhile_is_no_problem(monkeypatch):
     """Passes in other threads add hooks of this library while the model is inspected."""
     model = build("llama")
-    layers, home, others = model.model.layers, inspected.home_of, ExitStack()
+    layers, home, other_hooks = model.model.layers, inspected.home_of, ExitStack()
     expected = fingerprint(model)
 
     def meanwhile(hook):
-        others.enter_context(dropping(layers, 0, Scope(None, RotaryTap())))
+        other_hooks.enter_context(dropping(layers, 0, Scope(None, RotaryTap())))
         return home(hook)
 
-    with others, dropping(layers, 0, Scope(None, RotaryTap())):
+    with other_hooks, dropping(layers, 0, Scope(None, RotaryTap())):
         monkeypatch.setattr(inspected, "home_of", meanwhile)
         assert fingerprint(model) == expected

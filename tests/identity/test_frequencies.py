@@ -71,12 +71,12 @@ EDITS = {
 }
 
 
-@pytest.mark.parametrize("used", [False, True])
+@pytest.mark.parametrize("is_used", [False, True])
 @pytest.mark.parametrize("kind", EDITS)
-def test_an_edit_of_frequencies_in_use_is_noticed(kind, used):
-    for edit in EDITS[kind][0] + used * EDITS[kind][1]:
+def test_an_edit_of_frequencies_in_use_is_noticed(kind, is_used):
+    for edit in EDITS[kind][0] + is_used * EDITS[kind][1]:
         model = rotating(kind)
-        if used:
+        if is_used:
             run(model, 60)
             run(model, 10)
         name = Fingerprinter(model)

@@ -65,12 +65,12 @@ def written(model, place, way):
 @contextmanager
 def attribute(owner, name, value):
     before = owner.__dict__.get(name, None)
-    there = name in owner.__dict__
+    existed = name in owner.__dict__
     setattr(owner, name, value)
     try:
         yield
     finally:
-        if there:
+        if existed:
             setattr(owner, name, before)
         else:
             delattr(owner, name)
@@ -194,8 +194,8 @@ def first_logits(model, ids, cache=None):
 
 def asks_right(model, store, ids):
     cache = TieredCache(model, store, record=False)
-    ours, plain = first_logits(model, ids, cache), first_logits(model, ids)
-    torch.testing.assert_close(ours, plain, rtol=0, atol=1e-4 if ours.dtype == torch.float32 else 5e-2)
+    logits, plain = first_logits(model, ids, cache), first_logits(model, ids)
+    torch.testing.assert_close(logits, plain, rtol=0, atol=1e-4 if logits.dtype == torch.float32 else 5e-2)
     return cache.stats
 
 
@@ -224,11 +224,11 @@ def test_a_change_between_two_requests(tmp_path_factory, change):
 @given(change=any_change)
 def test_a_change_while_it_was_stored(tmp_path_factory, change):
     """Another process with the original model does not restore KV that was computed under the change."""
-    (model, other), ids, (_, changed) = models(), prompt(TOKENS), change
+    (model, reference), ids, (_, changed) = models(), prompt(TOKENS), change
     with KVStore(tmp_path_factory.mktemp("kv")) as store:
         with changed(model):
             store.precompute(model, ids, progress=False)
-        asks_right(other, store, ids)
+        asks_right(reference, store, ids)
 
 
 @property_settings
@@ -239,7 +239,7 @@ def test_a_change_while_it_was_stored(tmp_path_factory, change):
 )
 def test_a_change_between_two_tokens(tmp_path_factory, change, at, back):
     """Edits that leave no trace are found at the next request."""
-    (model, other), ids, (_, changed) = models(), prompt(TOKENS), change
+    (model, reference), ids, (_, changed) = models(), prompt(TOKENS), change
     with KVStore(tmp_path_factory.mktemp("kv")) as store:
         cache = TieredCache(model, store)
         with torch.no_grad():
@@ -250,7 +250,7 @@ def test_a_change_between_two_tokens(tmp_path_factory, change, at, back):
             decode(model, cache, ids[:, cache.get_seq_length() :])
         del cache
         store.flush()
-        asks_right(other, store, ids)
+        asks_right(reference, store, ids)
 
 
 # --- passes that are not plain
@@ -272,7 +272,7 @@ ODD = {
 
 @pytest.mark.parametrize(("odd", "passes"), pairs(ODD, [range(40, 100), range(55, 56), range(99, 100)]))
 def test_odd_passes_of_one_token_are_not_stored(tmp_path, odd, passes):
-    (model, other), ids = models(), prompt(TOKENS)
+    (model, reference), ids = models(), prompt(TOKENS)
     with KVStore(tmp_path) as store:
         cache = TieredCache(model, store)
         with torch.no_grad():
@@ -284,7 +284,7 @@ def test_odd_passes_of_one_token_are_not_stored(tmp_path, odd, passes):
                 model(input_ids=ids[:, n : n + 1], past_key_values=cache, **arguments)
         del cache
         store.flush()
-        asks_right(other, store, ids)
+        asks_right(reference, store, ids)
 
 
 def test_plain_masks_and_positions_while_decoding_are_stored(tmp_path):
@@ -302,16 +302,16 @@ def test_plain_masks_and_positions_while_decoding_are_stored(tmp_path):
 
 
 def test_going_on_with_a_mask_that_hides_the_middle(tmp_path):
-    (model, other), ids = models(), prompt(TOKENS)
+    (model, reference), ids = models(), prompt(TOKENS)
     with KVStore(tmp_path) as store:
         cache = TieredCache(model, store)
-        said = model.generate(ids, past_key_values=cache, do_sample=False, max_new_tokens=6)
-        mask = torch.ones_like(said)
+        output = model.generate(ids, past_key_values=cache, do_sample=False, max_new_tokens=6)
+        mask = torch.ones_like(output)
         mask[:, 5:90] = 0
-        said = model.generate(said, attention_mask=mask, past_key_values=cache, do_sample=False, max_new_tokens=60)
+        output = model.generate(output, attention_mask=mask, past_key_values=cache, do_sample=False, max_new_tokens=60)
         del cache
         store.flush()
-        asks_right(other, store, said)
+        asks_right(reference, store, output)
 
 
 # --- names
@@ -327,9 +327,9 @@ def test_what_has_no_name_runs_plain_and_says_so_until_it_is_named(tmp_path):
         cache = TieredCache(model, store, tag="steered", record=False)
         torch.testing.assert_close(first_logits(model, ids, cache), first_logits(model, ids), rtol=0, atol=1e-4)
         assert cache.stats.tokens_restored == 96
-        other = TieredCache(model, store, tag="steered otherwise", record=False)
-        first_logits(model, ids, other)
-        assert other.stats.tokens_restored == 0
+        other_cache = TieredCache(model, store, tag="steered otherwise", record=False)
+        first_logits(model, ids, other_cache)
+        assert other_cache.stats.tokens_restored == 0
 
 
 def test_a_users_function_for_experts_has_no_name(tmp_path):
@@ -342,9 +342,9 @@ def test_a_users_function_for_experts_has_no_name(tmp_path):
             model.set_experts_implementation("halved")
             for tag in ("", "halved"):
                 cache = TieredCache(model, store, tag=tag)
-                asked = model(ids, past_key_values=cache, logits_to_keep=1).logits
+                logits = model(ids, past_key_values=cache, logits_to_keep=1).logits
                 assert cache.stats.tokens_restored == 0
-                assert torch.equal(asked, model(ids, logits_to_keep=1).logits)
+                assert torch.equal(logits, model(ids, logits_to_keep=1).logits)
                 assert ("halved" in cache.stats.reason) == (not tag)
         finally:
             del ExpertsInterface._global_mapping["halved"]
@@ -382,13 +382,13 @@ def test_an_edit_that_leaves_no_trace_is_found_in_turn_and_by_refresh(monkeypatc
     name = Fingerprinter(model)
     before = name()
     weight = model.model.layers[-1].mlp.down_proj.weight
-    kept = float(weight.data.view(-1)[1500])
+    value = float(weight.data.view(-1)[1500])
     weight.data.view(-1)[1500] = 7
     looks = 0
     while name() == before:
         looks += 1
         assert looks <= 2 * size // 4096
-    weight.data.view(-1)[1500] = kept
+    weight.data.view(-1)[1500] = value
     name.refresh()
     assert name() == before
     weight.data.view(-1)[1500] = 7
@@ -407,24 +407,24 @@ def test_every_element_counts_wherever_its_tensor_begins_and_ends(monkeypatch, m
     model.parts = nn.ParameterList([flat[1:400], flat[400:403], flat[403:], torch.empty(0)])
     pass
     digests = weights_module.WeightDigests(model.named_parameters())
-    seen = {digests.digest}
+    digest_set = {digests.digest}
     for at in range(1, 1001):
         flat[at] += 1
         assert digests.refresh()
-        seen.add(digests.digest)
-    assert len(seen) == 1001
+        digest_set.add(digests.digest)
+    assert len(digest_set) == 1001
     assert not digests.refresh()
 
 
 def test_an_attribute_that_was_replaced_twice_may_lie_where_the_first_one_lay():
     model = build("llama")
     name, attention = Fingerprinter(model), model.model.layers[1].self_attn
-    seen = {name()}
+    fingerprints = {name()}
     for number in range(10):
         attention.scaling = float(2 * number)
         attention.scaling = float(2 * number + 1)
-        seen.add(name())
-    assert len(seen) == 11
+        fingerprints.add(name())
+    assert len(fingerprints) == 11
 
 
 def test_int8_layers_are_told_apart():
@@ -433,9 +433,9 @@ def test_int8_layers_are_told_apart():
 
     assert fingerprint(quantized(0)) == fingerprint(quantized(0))
     assert fingerprint(quantized(0)) != fingerprint(build("llama"))
-    one, other = quantized(0), quantized(0)
-    other.model.layers[0].mlp.up_proj = quantized(1).model.layers[0].mlp.up_proj
-    assert fingerprint(one) != fingerprint(other)
+    first, second = quantized(0), quantized(0)
+    second.model.layers[0].mlp.up_proj = quantized(1).model.layers[0].mlp.up_proj
+    assert fingerprint(first) != fingerprint(second)
 
 
 def test_transposed_weights_are_watched():
@@ -453,15 +453,17 @@ def test_looking_changes_nothing():
     model = build("llama")
     name = Fingerprinter(model)
     assert isinstance(name.look(), Identity)
-    seen = {name.look(begins_request=begins_request).fingerprint for begins_request in (True, False) for _ in range(20)}
-    assert seen == {fingerprint(build("llama"))}
+    fingerprints = {
+        name.look(begins_request=begins_request).fingerprint for begins_request in (True, False) for _ in range(20)
+    }
+    assert fingerprints == {fingerprint(build("llama"))}
 
 
 def test_the_weights_are_read_once(tmp_path, monkeypatch):
-    read = []
+    read_calls = []
 
     def reading(self, tensors, real=weights_module.HostMemory.read):
-        read.append(self)
+        read_calls.append(self)
         real(self, tensors)
 
     monkeypatch.setattr(weights_module.HostMemory, "read", reading)
@@ -469,4 +471,4 @@ def test_the_weights_are_read_once(tmp_path, monkeypatch):
     with KVStore(tmp_path) as store:
         for _ in range(3):
             asks_right(model, store, prompt(40))
-    assert len(read) == 1
+    assert len(read_calls) == 1

@@ -90,10 +90,10 @@ def test_no_prefix_is_reused_where_tokens_depend_on_later_ones(kind, changes, tm
 def test_a_decoder_that_can_attend_to_an_encoder_reuses_prefixes_without_one(tmp_path):
     model, ids, with_states = tiny("bart", {}), prompt(80), {"encoder_hidden_states": torch.randn(1, 8, 64)}
     with KVStore(tmp_path, engine="posix") as store:
-        for given, restored in ((with_states, 0), ({}, 0), ({}, 79), (with_states, 0)):
+        for kwargs, tokens_restored in ((with_states, 0), ({}, 0), ({}, 79), (with_states, 0)):
             cache = TieredCache(model, store)
-            logits = model(ids, past_key_values=cache, logits_to_keep=1, **given).logits
-            assert cache.stats.tokens_restored == restored
-            expected = model(ids, past_key_values=DynamicCache(config=model.config), logits_to_keep=1, **given).logits
+            logits = model(ids, past_key_values=cache, logits_to_keep=1, **kwargs).logits
+            assert cache.stats.tokens_restored == tokens_restored
+            expected = model(ids, past_key_values=DynamicCache(config=model.config), logits_to_keep=1, **kwargs).logits
             torch.testing.assert_close(logits, expected)
             store.flush()

@@ -33,12 +33,12 @@ class Slow:
 
     def __init__(self, monkeypatch):
         self.began, self.go = threading.Event(), threading.Event()
-        read = weights_module.HostMemory.read
+        real_read = weights_module.HostMemory.read
 
         def read_slowly(memory, tensors):
             self.began.set()
             assert self.go.wait(10)
-            read(memory, tensors)
+            real_read(memory, tensors)
 
         monkeypatch.setattr(weights_module.HostMemory, "read", read_slowly)
 
@@ -65,16 +65,16 @@ def test_weights_hold_only_by_a_read_that_has_ended(monkeypatch):
     name = Fingerprinter(model)
     identity = name.look()
     model.model.layers[1].mlp.up_proj.weight.data.neg_()
-    computed = time.monotonic()
+    computed_at = time.monotonic()
     slow = Slow(monkeypatch)
     with ThreadPoolExecutor(2) as pool:
         refreshed = pool.submit(name.refresh)
         assert slow.began.wait(10)
-        held = pool.submit(identity.weights_held, computed)
-        wait([held], timeout=0.2)
+        future = pool.submit(identity.weights_held, computed_at)
+        wait([future], timeout=0.2)
         slow.go.set()
         refreshed.result()
-        assert not held.result()
+        assert not future.result()
     assert name() != identity.fingerprint
 
 
@@ -99,11 +99,11 @@ def test_a_look_after_an_interrupted_one_finds_the_change(monkeypatch, edit, rea
     name = Fingerprinter(model)
     before = name()
     edit(model.model.layers[1].mlp.up_proj)
-    read = weights_module.HostMemory.read
+    real_read = weights_module.HostMemory.read
 
     def interrupted(memory, tensors):
         if reads:
-            read(memory, tensors)
+            real_read(memory, tensors)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):

@@ -36,5 +36,5 @@ def nested(holder):
 
 @pytest.mark.parametrize("make", [Outer, nested])
 def test_a_part_of_an_inner_object_is_no_part_of_the_outer_one(make):
-    one, other = (with_activation(make(holder)) for holder in ("outer", "inner"))
-    assert fingerprint(one) != fingerprint(other)
+    outer, inner = (with_activation(make(holder)) for holder in ("outer", "inner"))
+    assert fingerprint(outer) != fingerprint(inner)

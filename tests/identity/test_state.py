@@ -95,11 +95,11 @@ MAKERS = [
 
 @pytest.mark.parametrize("make", MAKERS)
 def test_objects_that_differ_are_described_by_other_words(make):
-    first, same, other = CodeDescription(), CodeDescription(), CodeDescription()
-    for description, number in ((first, 1), (same, 1), (other, 2)):
+    first, equal, second = CodeDescription(), CodeDescription(), CodeDescription()
+    for description, number in ((first, 1), (equal, 1), (second, 2)):
         description.add("value", make(number))
-    assert first.words == same.words
-    assert first.words != other.words
+    assert first.words == equal.words
+    assert first.words != second.words
 
 
 @pytest.mark.parametrize("make", [threading.Lock, random.Random, torch.Generator, lambda: iter([1])])
