@@ -54,10 +54,10 @@ def test_it_records_and_restores_its_own(tmp_path, way):
     expected = model.generate(ids, **GREEDY)
     model = way(model, tmp_path)
     with KVStore(tmp_path / "kv") as store:
-        for wanted in (0, 96):
+        for tokens_restored in (0, 96):
             cache = TieredCache(model, store)
             assert torch.equal(model.generate(ids, past_key_values=cache, **GREEDY), expected)
-            assert cache.stats.tokens_restored == wanted
+            assert cache.stats.tokens_restored == tokens_restored
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -107,7 +107,7 @@ def test_it_can_be_precomputed_and_asked(tmp_path, way):
         store.precompute(model, prompt(100), progress=False)
         assert store.lookup(model, prompt(100)).stored == 96
         cache = TieredCache(model, store)
-        found = model.generate(prompt(100), past_key_values=cache, **GREEDY)
+        output = model.generate(prompt(100), past_key_values=cache, **GREEDY)
         assert cache.stats.tokens_restored == 96
-    assert torch.equal(found, model.generate(prompt(100), **GREEDY))
+    assert torch.equal(output, model.generate(prompt(100), **GREEDY))
     detach(model)

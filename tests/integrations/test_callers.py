@@ -42,8 +42,8 @@ def twice(ask, model, store):
         assert ask() == plain
         first = session.stats.tokens_restored
         assert ask() == plain
-        restored = session.stats.tokens_restored - first
-    return plain, restored
+        tokens_restored = session.stats.tokens_restored - first
+    return plain, tokens_restored
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
@@ -55,8 +55,8 @@ def test_a_pipeline_over_a_list_of_prompts(model, store, writer, batch_size):
         answers = writer(prompts, batch_size=batch_size, return_tensors=True)
         return [answer[0]["generated_token_ids"] for answer in answers]
 
-    _, restored = twice(ask, model, store)
-    assert restored >= 3 * 64
+    _, tokens_restored = twice(ask, model, store)
+    assert tokens_restored >= 3 * 64
 
 
 def test_a_pipeline_that_chats(model, store, writer):
@@ -80,11 +80,11 @@ def test_langchains_pipeline_alone_and_in_batches(model, store, writer):
     langchain = pytest.importorskip("langchain_huggingface", reason="langchain-huggingface is not installed")
     llm = langchain.HuggingFacePipeline(pipeline=writer, batch_size=2)
     prompts = [TEXT + question for question in QUESTIONS]
-    _, restored = twice(lambda: llm.invoke(prompts[0]), model, store)
-    assert restored >= 64
-    answers, restored = twice(lambda: llm.batch(prompts), model, store)
+    _, tokens_restored = twice(lambda: llm.invoke(prompts[0]), model, store)
+    assert tokens_restored >= 64
+    answers, tokens_restored = twice(lambda: llm.batch(prompts), model, store)
     assert len(set(answers)) > 1
-    assert restored >= 3 * 64
+    assert tokens_restored >= 3 * 64
 
 
 def test_lm_evals_hf_model_on_a_generating_task(model, tokenizer, store):
@@ -110,10 +110,10 @@ def test_lm_evals_hf_model_on_a_generating_task(model, tokenizer, store):
 
     def ask():
         lm = HFLM(pretrained=model, tokenizer=tokenizer, device="cpu", batch_size=2)
-        done = lm_eval.evaluate(lm=lm, task_dict={"questions": task}, log_samples=True, bootstrap_iters=0)
-        return [sample["resps"] for sample in done["samples"]["questions"]]
+        evaluated = lm_eval.evaluate(lm=lm, task_dict={"questions": task}, log_samples=True, bootstrap_iters=0)
+        return [sample["resps"] for sample in evaluated["samples"]["questions"]]
 
-    answers, restored = twice(ask, model, store)
+    answers, tokens_restored = twice(ask, model, store)
     assert len(answers) == 3
     assert all(answers)
-    assert restored >= 3 * 64
+    assert tokens_restored >= 3 * 64

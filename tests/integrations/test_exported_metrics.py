@@ -45,26 +45,26 @@ def served(root):
 
 def test_figures_have_their_values(served):
     metrics, store, requests = served
-    found = read(metrics)
+    values = read(metrics)
     assert requests.requests == 3 and requests.tokens_restored > 0
-    assert found["hf_tiered_cache_requests_requests"] == ("counter", {(): 3})
-    assert found["hf_tiered_cache_requests_tokens_restored"] == ("counter", {(): requests.tokens_restored})
-    assert found["hf_tiered_cache_store_segments"] == ("gauge", {(): store.stats.segments})
-    kind, tiers = found["hf_tiered_cache_requests_tier_bytes"]
+    assert values["hf_tiered_cache_requests_requests"] == ("counter", {(): 3})
+    assert values["hf_tiered_cache_requests_tokens_restored"] == ("counter", {(): requests.tokens_restored})
+    assert values["hf_tiered_cache_store_segments"] == ("gauge", {(): store.stats.segments})
+    kind, tiers = values["hf_tiered_cache_requests_tier_bytes"]
     assert kind == "counter" and tiers == {(name,): use.bytes for name, use in requests.tiers.items()}
-    kind, tiers = found["hf_tiered_cache_store_tier_bytes"]
+    kind, tiers = values["hf_tiered_cache_store_tier_bytes"]
     assert kind == "gauge" and tiers[("disk",)] == store.stats.disk.bytes > 0
 
 
 def test_every_number_has_a_metric(served):
     metrics, store, requests = served
-    found = read(metrics)
+    values = read(metrics)
 
     def check(prefix, figures):
         for field in fields(figures):
             value = getattr(figures, field.name)
             if isinstance(value, int | float):
-                assert found[f"{prefix}_{field.name}"][1][()] == value
+                assert values[f"{prefix}_{field.name}"][1][()] == value
             elif is_dataclass(value):
                 check(prefix if field.name == "details" else f"{prefix}_{field.name}", value)
 

@@ -230,11 +230,11 @@ def test_clients_get_the_same_answers_and_restore_what_was_said(model, tmp_path)
         assert text.strip() == messages[-1]["content"]
         assert parts[-1].usage.prompt_tokens_details.cached_tokens >= cached[2]
 
-        asked = {"model": str(model), "input": messages[:-1], "max_output_tokens": 8, "temperature": 0}
-        response = client.responses.create(**asked, stream=False)
+        request = {"model": str(model), "input": messages[:-1], "max_output_tokens": 8, "temperature": 0}
+        response = client.responses.create(**request, stream=False)
         assert response.output_text == messages[-1]["content"]
         assert response.usage.input_tokens_details.cached_tokens >= cached[2]
-        *_, completed = client.responses.create(**asked, stream=True)
+        *_, completed = client.responses.create(**request, stream=True)
         assert completed.response.usage.input_tokens_details.cached_tokens >= cached[2]
 
         completion = client.completions.create(model=str(model), prompt=SYSTEM, max_tokens=4, temperature=0)
@@ -260,17 +260,17 @@ def test_requests_that_outlast_the_end_of_the_server_are_answered_and_end(model,
         state = app.state.generation_state
         manager = state.get_manager(models.process_model_name(models.force_model))
         running, thread, client = in_a_thread(app)
-        others = [threading.Event(), threading.Event()]
+        events = [threading.Event(), threading.Event()]
         if waiting:
-            manager.submit(lambda: [others[0].set(), others[1].wait(30)])
-            others[0].wait(30)
+            manager.submit(lambda: [events[0].set(), events[1].wait(30)])
+            events[0].wait(30)
         ask_for_long(client)
         while not running.server_state.tasks or not (waiting or manager._running.locked()):
             time.sleep(0.01)
         running.should_exit = True
         while not state.cancellation.requested.is_set():
             time.sleep(0.01)
-        others[1].set()
+        events[1].set()
         answer = client.getresponse()
         assert (answer.status, json.loads(answer.read())) == (503, STOPPED)
         client.close()
@@ -430,13 +430,13 @@ def test_another_model_is_not_loaded_by_any_endpoint(app, monkeypatch):
     monkeypatch.setattr(server.ModelManager, "_load_model", lambda *args, **kwargs: pytest.fail("it was loaded"))
     boundary = b"--x\r\nContent-Disposition: form-data; name="
     form = boundary + b'"model"\r\n\r\ngpt2\r\n' + boundary + b'"file"; filename="a"\r\n\r\nabc\r\n--x--\r\n'
-    asked = [
+    requests = [
         app.chat({"messages": MESSAGES, "model": "gpt2"}),
         app.chat({"input": "a", "model": "gpt2"}, "/v1/responses"),
         app.chat({"model": "gpt2"}, "/load_model"),
         app.ask("/v1/audio/transcriptions", form, [(b"content-type", b"multipart/form-data; boundary=x")]),
     ]
-    for status, text in asked:
+    for status, text in requests:
         assert status == 400 or "python-multipart" in text, text
     with pytest.raises(server.HTTPException, match="400"):  # what the transcriptions call
         app.models.load_model_and_processor("gpt2@main")
@@ -504,7 +504,7 @@ def test_connections_that_send_nothing_are_closed_and_others_are_served(app, mon
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ([], "--allow-any-model"),
         (["model", "--allow-any-model"], "specify one MODEL"),
@@ -513,15 +513,15 @@ def test_connections_that_send_nothing_are_closed_and_others_are_served(app, mon
     ],
     ids=str,
 )
-def test_a_server_of_any_model_must_be_meant(run, tmp_path, options, said):
+def test_a_server_of_any_model_must_be_meant(run, tmp_path, options, message):
     status, _, err = run("serve", *options, "--store", tmp_path / "store")
     assert status == 2
-    assert said in err.splitlines()[-1]
+    assert message in err.splitlines()[-1]
     assert not (tmp_path / "store").exists()
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (["--port", "{taken}"], "cannot listen on 127.0.0.1:{taken}"),
         (["--host", "no.such.host.invalid"], "cannot listen on no.such.host.invalid:8000"),
@@ -532,15 +532,15 @@ def test_a_server_of_any_model_must_be_meant(run, tmp_path, options, said):
     ],
     ids=lambda value: value if isinstance(value, str) else value[0],
 )
-def test_serve_refuses_in_one_line(run, model, tmp_path, options, said):
+def test_serve_refuses_in_one_line(run, model, tmp_path, options, message):
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        taken = listener.getsockname()[1]
-        options = [option.format(taken=taken) for option in options]
+        port = listener.getsockname()[1]
+        options = [option.format(taken=port) for option in options]
         status, _, err = run("serve", model, "--store", tmp_path / "store", *options)
     assert status == 2
     assert "Traceback" not in err
     assert err.splitlines()[-1].startswith("hf-tiered-cache: ")
-    assert said.format(taken=taken) in err.splitlines()[-1]
+    assert message.format(taken=port) in err.splitlines()[-1]
 
 
 def test_serve_refuses_a_model_that_is_not_there(run, tmp_path):

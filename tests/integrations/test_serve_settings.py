@@ -48,7 +48,7 @@ def clients(model, tmp_path_factory):
         new_cache = functools.partial(TieredCache, store=store)
         new_session = functools.partial(TieredSession, store=store, method=Exact())
         batching = server.Batching(new_session, paging(PAGES, PAGE_TOKENS))
-        apps = [server.build_app(models, new_cache, batching=each) for each in (None, batching)]
+        apps = [server.build_app(models, new_cache, batching=batching_option) for batching_option in (None, batching)]
         yield [Client(app, models) for app in apps]
         apps[1].state.generation_state.shutdown()
 
@@ -84,7 +84,7 @@ def chat(**more):
 
 @pytest.mark.parametrize("name", ["plain", "batched"])
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "message"),
     [
         (generation(do_sample=True, num_return_sequences=2000), "2000 beams or sequences"),
         ({"prompt": PROMPT, "max_tokens": 0}, "max_tokens is 0, but must be between 1 and inf"),
@@ -97,15 +97,15 @@ def chat(**more):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_setting_out_of_range_is_refused_in_every_mode(request, name, body, said):
+def test_a_setting_out_of_range_is_refused_in_every_mode(request, name, body, message):
     client = request.getfixturevalue(name)
     status, text = client.chat(body, "/v1/completions")
-    assert (status, said in text) == (400, True), text
+    assert (status, message in text) == (400, True), text
     complete(client)
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "message"),
     [
         (generation(do_sample=True, num_return_sequences=2), "num_return_sequences"),
         (generation(num_beams=2), "num_beams"),
@@ -120,10 +120,10 @@ def test_a_setting_out_of_range_is_refused_in_every_mode(request, name, body, sa
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_the_engine_cannot_do_for_one_request_is_refused_and_others_are_served(batched, body, said):
+def test_what_the_engine_cannot_do_for_one_request_is_refused_and_others_are_served(batched, body, message):
     path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
     status, text = batched.chat(body, path)
-    assert (status, said in text) == (400, True), text
+    assert (status, message in text) == (400, True), text
     complete(batched)
     assert batched.app.state.generation_state.is_cb_alive()
 
@@ -209,15 +209,15 @@ def test_a_variable_of_the_template_reaches_it(plain, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("template", "said"),
+    ("template", "message"),
     [("{{ raise_exception('no system role') }}", "no system role"), ("{{ messages[0].content.a.b }}", "no attribute")],
 )
-def test_messages_that_a_template_refuses_are_a_fault_of_the_client(plain, monkeypatch, template, said):
+def test_messages_that_a_template_refuses_are_a_fault_of_the_client(plain, monkeypatch, template, message):
     (loaded,) = plain.models.loaded_models.values()
     monkeypatch.setattr(loaded.processor, "chat_template", template)
     for stream in (False, True):
         status, text = plain.chat(chat(stream=stream))
-        assert (status, said in text) == (400, True), text
+        assert (status, message in text) == (400, True), text
 
 
 def test_a_chat_without_messages_is_told_so(plain):
