@@ -36,12 +36,12 @@ def model():
 @pytest.fixture
 def made(monkeypatch):
     """Collect weak references to every KV buffer that is allocated, and to those of layers in one allocation."""
-    made = []
+    buffer_refs = []
 
     def noting(real):
         def make(*args):
             buffer = real(*args)
-            made.append(weakref.ref(buffer))
+            buffer_refs.append(weakref.ref(buffer))
             return buffer
 
         return make
@@ -49,14 +49,14 @@ def made(monkeypatch):
     def noting_layers(real):
         def of(joined, layer):
             buffers = real(joined, layer)
-            made.extend(map(weakref.ref, buffers))
+            buffer_refs.extend(map(weakref.ref, buffers))
             return buffers
 
         return of
 
     monkeypatch.setattr(buffer_module, "_empty", noting(buffer_module._empty))
     monkeypatch.setattr(JoinedLayers, "of", noting_layers(JoinedLayers.of))
-    return made
+    return buffer_refs
 
 
 @pytest.fixture
