@@ -96,16 +96,16 @@ def answer(model, store, method, ids, mask=None, new=NEW):
 def assert_rows_as_alone(model, store, method, rows, new=NEW):
     """Compare a batch with its rows alone: tokens, logits, and what was restored and attended to."""
     logits, tokens, together = answer(model, store, method, *padded(rows), new=new)
-    restored, attended, selects = 0, 0, False
+    tokens_restored, attended, selects = 0, 0, False
     for number, row in enumerate(rows):
         row_logits, row_tokens, alone = answer(model, store, method, row, new=new)
         torch.testing.assert_close(logits[:, number], row_logits[:, 0], rtol=0, atol=1e-4)
         assert tokens[number].tolist() == row_tokens[0].tolist()
-        restored += alone.stats.tokens_restored
+        tokens_restored += alone.stats.tokens_restored
         attended += alone.stats.tokens_attended
         selects |= method.held_tokens(alone.stats.tokens_restored) < alone.stats.tokens_restored
     if selects:  # otherwise all is exact, and the batch restores what all rows can restore
-        assert together.stats.tokens_restored == restored
+        assert together.stats.tokens_restored == tokens_restored
         assert together.stats.tokens_attended == attended
     return together
 
@@ -134,9 +134,9 @@ def test_rows_of_every_family(family, name, stores):
 def test_entries_without_content_are_finite(name, stores, monkeypatch):
     """A masked entry has weight zero, but zero times NaN is NaN. Uninitialised memory may hold NaN."""
 
-    def empty(*given, real=torch.empty, **more):
-        made = real(*given, **more)
-        return made.fill_(torch.nan) if made.is_floating_point() else made
+    def empty(*args, real=torch.empty, **more):
+        tensor = real(*args, **more)
+        return tensor.fill_(torch.nan) if tensor.is_floating_point() else tensor
 
     model, store = stores("qwen2", METHODS[name])
     monkeypatch.setattr(torch, "empty", empty)
@@ -275,8 +275,8 @@ def test_computed_tokens_leave_each_row_when_they_would_alone(stores, monkeypatc
     model, store = stores("qwen2", method)
     rows = [(0, 250, 20), (1, 130, 50), (3, 16, 40), (3, 0, 9)]
     cache = assert_rows_as_alone(model, store, method, [tokens_of(row, i) for i, row in enumerate(rows)], new=45)
-    few, many, whole, nothing = cache.layers[0]._rows
-    assert few.offloaded is not None and many.offloaded is not None and whole is nothing is None
+    few, many, complete, unrestored = cache.layers[0]._rows
+    assert few.offloaded is not None and many.offloaded is not None and complete is unrestored is None
 
 
 @pytest.mark.parametrize("lengths", [(300, 150, 40), (200, 200, 64), (129, 260)], ids=str)
@@ -285,7 +285,7 @@ def test_long_rows_are_computed_in_the_pieces_that_they_have_alone(lengths, tmp_
     rows = [prompt(length, seed=20 + number) for number, length in enumerate(lengths)]
     rows.append(rows[0])  # computed once
     ids, mask = padded(rows)
-    found = []
+    results = []
     for name, inputs in enumerate([(ids, mask), *((row, torch.ones_like(row)) for row in rows)]):
         with KVStore(tmp_path / str(name), engine="posix") as store:
             cache = TieredCache(model, store, method=method, progress=False)
@@ -293,8 +293,8 @@ def test_long_rows_are_computed_in_the_pieces_that_they_have_alone(lengths, tmp_
                 inputs[0], attention_mask=inputs[1], past_key_values=cache, do_sample=False, max_new_tokens=NEW,
                 output_logits=True, return_dict_in_generate=True,
             )  # fmt: skip
-            found.append((torch.stack(output.logits), cache.stats))
-    (logits, stats), *alone = found
+            results.append((torch.stack(output.logits), cache.stats))
+    (logits, stats), *alone = results
     for row, (row_logits, _) in enumerate(alone):
         torch.testing.assert_close(logits[:, row], row_logits[:, 0], rtol=0, atol=1e-4)
     assert stats.tokens_restored == 0 < stats.tokens_stored
@@ -316,10 +316,10 @@ def test_long_rows_find_the_pieces_of_the_rows_before_them(tmp_path):
         return torch.stack(output.logits), cache.stats.tokens_restored
 
     with KVStore(tmp_path / "together", engine="posix") as store:
-        logits, restored = generated(store, *padded(rows))
+        logits, tokens_restored = generated(store, *padded(rows))
     with KVStore(tmp_path / "in turn", engine="posix") as store:
         in_turn = [generated(store, row, torch.ones_like(row)) for row in rows]
-    assert restored == sum(count for _, count in in_turn) == 80
+    assert tokens_restored == sum(count for _, count in in_turn) == 80
     for row, (row_logits, _) in enumerate(in_turn):
         torch.testing.assert_close(logits[:, row], row_logits[:, 0], rtol=0, atol=1e-4)
 
@@ -332,13 +332,13 @@ def test_last_pieces_of_rows_include_the_requested_logits(tmp_path):
     ids, mask = padded(rows)
     position_ids = (mask.cumsum(1) - 1).clamp(min=0)
     batch = {"input_ids": ids, "attention_mask": mask, "position_ids": position_ids}
-    computed = []
+    results = []
     for name, inputs in enumerate([batch, *({"input_ids": row} for row in rows)]):
         with KVStore(tmp_path / str(name), engine="posix") as store:
             cache = TieredCache(model, store, method=method, progress=False)
             logits = model(**inputs, past_key_values=cache, logits_to_keep=30).logits
-            computed.append((cache.stats.tokens_computed, logits))
-    (total, logits), *alone = computed
+            results.append((cache.stats.tokens_computed, logits))
+    (total, logits), *alone = results
     assert total == sum(count for count, _ in alone) == mask.sum()
     for row, (_, row_logits) in enumerate(alone):
         torch.testing.assert_close(logits[row], row_logits[0], rtol=0, atol=1e-4)
@@ -348,20 +348,20 @@ def test_exact_rows_of_a_batch_are_stored(tmp_path):
     """A new prompt and a prefix within the budget are stored next to a selecting row, whose later tokens are not."""
     model, method = build("qwen2", initializer_range=0.1), KV_DRIVE
     new = prompt(100, seed=31)
-    selecting, whole = (torch.cat([PREFIXES[i], prompt(40, seed=32)], dim=1) for i in (0, 3))
+    selecting, complete = (torch.cat([PREFIXES[i], prompt(40, seed=32)], dim=1) for i in (0, 3))
     with KVStore(tmp_path, engine="posix") as store:
         for prefix in PREFIXES:
             fill(store, model, prefix, method)
-        ids, mask = padded([selecting, new, whole])
+        ids, mask = padded([selecting, new, complete])
         model.generate(
             ids, attention_mask=mask, past_key_values=TieredCache(model, store, method=method), max_new_tokens=2
         )
         store.flush()
-        for row, tokens in ((selecting, 256), (new, 96), (whole, 80)):
-            asked = torch.cat([row, prompt(9, seed=33)], dim=1)
+        for row, tokens in ((selecting, 256), (new, 96), (complete, 80)):
+            longer_ids = torch.cat([row, prompt(9, seed=33)], dim=1)
             cache = TieredCache(model, store, record=False)
-            restored = model.generate(
-                asked,
+            output = model.generate(
+                longer_ids,
                 past_key_values=cache,
                 max_new_tokens=3,
                 output_logits=True,
@@ -369,7 +369,7 @@ def test_exact_rows_of_a_batch_are_stored(tmp_path):
                 return_dict_in_generate=True,
             )
             assert cache.stats.tokens_restored == tokens
-            computed = model.generate(
-                asked, max_new_tokens=3, output_logits=True, do_sample=False, return_dict_in_generate=True
+            expected = model.generate(
+                longer_ids, max_new_tokens=3, output_logits=True, do_sample=False, return_dict_in_generate=True
             )
-            assert_same(restored, computed, atol=1e-4)
+            assert_same(output, expected, atol=1e-4)

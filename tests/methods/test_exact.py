@@ -74,19 +74,19 @@ def longer(name: str, keep: int, more: int, seed: int = 7) -> torch.Tensor:
 
 def test_greedy(model, cache, family, dtype):
     ids = longer("a", 90, 12)
-    ours = model.generate(ids, past_key_values=cache, **GREEDY)
+    output = model.generate(ids, past_key_values=cache, **GREEDY)
     assert cache.stats.tokens_restored == 80
-    assert_same(ours, model.generate(ids, past_key_values=prefilled(model, [kv(family, dtype, "a")], 80), **GREEDY))
+    assert_same(output, model.generate(ids, past_key_values=prefilled(model, [kv(family, dtype, "a")], 80), **GREEDY))
 
 
 def test_logits_of_one_forward_pass(model, cache, family, dtype):
     ids = longer("a", 100, 9)
     with torch.no_grad():
-        ours = model(input_ids=ids, past_key_values=cache, logits_to_keep=5).logits
+        logits = model(input_ids=ids, past_key_values=cache, logits_to_keep=5).logits
         reference = prefilled(model, [kv(family, dtype, "a")], 96)
-        theirs = model(input_ids=ids[:, 96:], past_key_values=reference, logits_to_keep=5).logits
+        expected = model(input_ids=ids[:, 96:], past_key_values=reference, logits_to_keep=5).logits
     assert cache.stats.tokens_restored == 96
-    assert torch.equal(ours, theirs)
+    assert torch.equal(logits, expected)
 
 
 def test_without_logits_to_keep_all_logits_are_there(model, cache, family, dtype):
@@ -101,9 +101,11 @@ def test_sampling_with_the_same_seed(model, cache, family, dtype):
     ids = longer("a", 90, 12)
     arguments = GREEDY | {"do_sample": True, "temperature": 0.9, "top_k": 20}
     torch.manual_seed(3)
-    ours = model.generate(ids, past_key_values=cache, **arguments)
+    output = model.generate(ids, past_key_values=cache, **arguments)
     torch.manual_seed(3)
-    assert_same(ours, model.generate(ids, past_key_values=prefilled(model, [kv(family, dtype, "a")], 80), **arguments))
+    assert_same(
+        output, model.generate(ids, past_key_values=prefilled(model, [kv(family, dtype, "a")], 80), **arguments)
+    )
 
 
 @pytest.mark.parametrize("mode", ["beams", "sequences"])
@@ -112,12 +114,12 @@ def test_several_rows_of_one_prompt(model, cache, family, dtype, mode):
     ids = longer("a", 70, 5)
     arguments = GREEDY | ({"num_beams": 3} if mode == "beams" else {"do_sample": True, "num_return_sequences": 3})
     torch.manual_seed(3)
-    ours = model.generate(ids, past_key_values=cache, **arguments)
+    output = model.generate(ids, past_key_values=cache, **arguments)
     assert cache.stats.tokens_restored == 3 * 64
     assert cache.stats.disk.blocks == cache.stats.host.misses  # read once for all rows
     torch.manual_seed(3)
     reference = prefilled(model, [kv(family, dtype, "a")] * 3, 64)
-    assert_same(ours, model.generate(ids, past_key_values=reference, **arguments))
+    assert_same(output, model.generate(ids, past_key_values=reference, **arguments))
 
 
 @pytest.mark.parametrize("mode", ["prompt lookup", "assistant"])
@@ -127,18 +129,18 @@ def test_assisted_decoding(model, cache, family, dtype, mode):
     arguments = GREEDY | (
         {"prompt_lookup_num_tokens": 4} if mode == "prompt lookup" else {"assistant_model": build("llama", seed=5)}
     )
-    ours = model.generate(ids, past_key_values=cache, **arguments)
+    output = model.generate(ids, past_key_values=cache, **arguments)
     assert cache.stats.tokens_restored == 80
     reference = prefilled(model, [kv(family, dtype, "a")], 80)
     reference.activate_past_recording()
     with trimming_first_pass(model, 80):
-        assert_same(ours, model.generate(ids, past_key_values=reference, **arguments))
+        assert_same(output, model.generate(ids, past_key_values=reference, **arguments))
 
 
 def test_chunked_prefill(model, cache, family, dtype):
     """Each chunk restores its stored tokens, except a ragged end and its last token."""
     ids = longer("a", 96, 10)
-    ours = model.generate(ids, past_key_values=cache, prefill_chunk_size=40, **GREEDY)
+    output = model.generate(ids, past_key_values=cache, prefill_chunk_size=40, **GREEDY)
     reference = prefilled(model, [kv(family, dtype, "a")], 32)
     with torch.no_grad():
         model(input_ids=ids[:, 32:40], past_key_values=reference, logits_to_keep=1)
@@ -146,18 +148,18 @@ def test_chunked_prefill(model, cache, family, dtype):
         model(input_ids=ids[:, 79:80], past_key_values=reference, logits_to_keep=1)
         _restore(model, reference, kv(family, dtype, "a"), 80, 96)
     assert cache.stats.tokens_restored == 32 + 39 + 16
-    assert_same(ours, model.generate(ids, past_key_values=reference, **GREEDY))
+    assert_same(output, model.generate(ids, past_key_values=reference, **GREEDY))
 
 
 def _restore(model, reference, full: KV, first, stop):
     """Put columns `[first, stop)` of the stored prompt behind what a reference cache holds."""
     for index, layer in enumerate(reference.layers):
-        both = []
-        for held, stored in zip((layer.keys, layer.values), full[index], strict=True):
-            missing = first - held.shape[2]  # what has left the window, and is not looked at again
-            zeros = held.new_zeros(1, held.shape[1], missing, held.shape[3])
-            both.append(torch.cat([zeros, held, stored[:, :, first:stop]], dim=2))
-        put(layer, *both)
+        tensors = []
+        for tensor, stored in zip((layer.keys, layer.values), full[index], strict=True):
+            num_left = first - tensor.shape[2]  # what has left the window, and is not looked at again
+            zeros = tensor.new_zeros(1, tensor.shape[1], num_left, tensor.shape[3])
+            tensors.append(torch.cat([zeros, tensor, stored[:, :, first:stop]], dim=2))
+        put(layer, *tensors)
 
 
 def test_streaming(model, cache, family, dtype):
@@ -173,18 +175,18 @@ def test_streaming(model, cache, family, dtype):
 
     ids = longer("a", 90, 12)
     streamer = Collector()
-    ours = model.generate(ids, past_key_values=cache, streamer=streamer, **GREEDY)
+    output = model.generate(ids, past_key_values=cache, streamer=streamer, **GREEDY)
     assert cache.stats.tokens_restored == 80
     assert streamer.ended
-    assert streamer.tokens == ours.sequences[0].tolist()
-    assert_same(ours, model.generate(ids, past_key_values=prefilled(model, [kv(family, dtype, "a")], 80), **GREEDY))
+    assert streamer.tokens == output.sequences[0].tolist()
+    assert_same(output, model.generate(ids, past_key_values=prefilled(model, [kv(family, dtype, "a")], 80), **GREEDY))
 
 
 def test_input_embeddings_reuse_nothing_and_are_right(model, cache, family, dtype):
     embeddings = model.get_input_embeddings()(longer("a", 90, 4)).detach()
-    ours = model.generate(inputs_embeds=embeddings, past_key_values=cache, **GREEDY)
+    output = model.generate(inputs_embeds=embeddings, past_key_values=cache, **GREEDY)
     assert cache.stats.tokens_restored == 0
-    assert_same(ours, model.generate(inputs_embeds=embeddings, **GREEDY))
+    assert_same(output, model.generate(inputs_embeds=embeddings, **GREEDY))
 
 
 @pytest.mark.parametrize("rows", ["share a prefix", "differ", "partly stored"])
@@ -201,37 +203,37 @@ def test_left_padded_batches(model, cache, family, dtype, rows):
     mask = torch.ones_like(ids)
     mask[1, :pad] = 0
     columns = {"share a prefix": 80, "differ": 80, "partly stored": pad + 32}[rows]
-    ours = model.generate(ids, attention_mask=mask, past_key_values=cache, **GREEDY)
+    output = model.generate(ids, attention_mask=mask, past_key_values=cache, **GREEDY)
     assert cache.stats.tokens_restored == columns + columns - pad
     reference = prefilled(model, [kv(family, dtype, "a"), kv(family, dtype, name)], columns, [0, pad])
-    assert_same(ours, model.generate(ids, attention_mask=mask, past_key_values=reference, **GREEDY))
+    assert_same(output, model.generate(ids, attention_mask=mask, past_key_values=reference, **GREEDY))
 
 
 def test_a_batch_with_one_unknown_row_restores_nothing(model, cache, family, dtype):
     ids = torch.cat([longer("a", 60, 4), prompt(64, seed=11)])
-    ours = model.generate(ids, past_key_values=cache, **GREEDY)
+    output = model.generate(ids, past_key_values=cache, **GREEDY)
     assert cache.stats.tokens_restored == 0
-    assert_same(ours, model.generate(ids, **GREEDY))
+    assert_same(output, model.generate(ids, **GREEDY))
 
 
 def test_a_second_turn_with_the_same_cache(model, cache, family, dtype):
     ids = longer("a", 90, 12)
     reference = prefilled(model, [kv(family, dtype, "a")], 80)
-    ours = model.generate(ids, past_key_values=cache, **GREEDY)
-    theirs = model.generate(ids, past_key_values=reference, **GREEDY)
-    again = torch.cat([ours.sequences, prompt(8, seed=12)], dim=1)
+    output = model.generate(ids, past_key_values=cache, **GREEDY)
+    expected = model.generate(ids, past_key_values=reference, **GREEDY)
+    again = torch.cat([output.sequences, prompt(8, seed=12)], dim=1)
     assert_same(
         model.generate(again, past_key_values=cache, **GREEDY),
         model.generate(again, past_key_values=reference, **GREEDY),
     )
-    assert_same(ours, theirs)
+    assert_same(output, expected)
 
 
 def test_a_full_hit_computes_one_token(model, cache, family, dtype):
     ids = PROMPTS["a"][:, :96]
-    ours = model.generate(ids, past_key_values=cache, **GREEDY)
+    output = model.generate(ids, past_key_values=cache, **GREEDY)
     assert cache.stats.tokens_restored == 95
-    assert_same(ours, model.generate(ids, past_key_values=prefilled(model, [kv(family, dtype, "a")], 95), **GREEDY))
+    assert_same(output, model.generate(ids, past_key_values=prefilled(model, [kv(family, dtype, "a")], 95), **GREEDY))
 
 
 def test_an_empty_store_is_a_dynamic_cache(model, family, dtype, tmp_path):
@@ -250,12 +252,12 @@ def test_generated_tokens_are_found_by_the_next_turn(model, family, dtype, tmp_p
     with KVStore(tmp_path / "turns") as store:
         first = model.generate(ids, past_key_values=TieredCache(model, store), **arguments)
     again = torch.cat([first.sequences, prompt(8, seed=12)], dim=1)  # 40 + 40 + 8 tokens, KV of 79 computed
-    whole = GREEDY | {"attention_mask": torch.ones_like(again)}  # an answer may contain the padding token
+    options = GREEDY | {"attention_mask": torch.ones_like(again)}  # an answer may contain the padding token
     turn = Remembering(model)
     model.generate(ids, past_key_values=turn, **arguments)
     reference = prefilled(model, [turn.all()], 64)
     with KVStore(tmp_path / "turns") as store:
         cache = TieredCache(model, store)
-        ours = model.generate(again, past_key_values=cache, **whole)
+        output = model.generate(again, past_key_values=cache, **options)
     assert cache.stats.tokens_restored == 64
-    assert_same(ours, model.generate(again, past_key_values=reference, **whole))
+    assert_same(output, model.generate(again, past_key_values=reference, **options))

@@ -87,12 +87,12 @@ def test_nothing_shared_is_lossless(family, recompute, root):
     begun(model, root, method, ids)
     (shape,) = shapes(root)
     assert not shape.geometry.pairs and (sum(shape.held_from) > 0) == (recompute > 0)
-    asked = next_turn(ids)
-    found, stats = resumed(model, root, method, asked)
+    turn = next_turn(ids)
+    logits, stats = resumed(model, root, method, turn)
     assert stats.tokens_restored == TOKENS // 16 * 16
     assert stats.tokens_recomputed == round(np.mean(shape.held_from))
     expected = prefilled(model, [kv_of(model, ids)], stats.tokens_restored)
-    torch.testing.assert_close(found, said(model, expected, asked[:, stats.tokens_restored :]), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(logits, said(model, expected, turn[:, stats.tokens_restored :]), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("codec", ["raw", "int8"])
@@ -101,23 +101,25 @@ def test_a_resumed_conversation_is_what_merged_kv_gives(model, root, codec, monk
     ids, method = prompt(TOKENS), Krul(0.7, recompute=0.0, retained=0.0, toward=0.6, **EVERY | {"codec": codec})
     info = begun(model, root, method, ids)
     (shape,) = shapes(root)
-    pairs, kept = shape.geometry.pairs, info.tokens
+    pairs, tokens = shape.geometry.pairs, info.tokens
     assert pairs and info.bytes
-    found, stats = resumed(model, root, method, next_turn(ids), record=False)
-    assert stats.tokens_restored == kept and stats.tokens_recomputed == 0
-    expected = prefilled(model, [merged_kv(model, ids, kept, (0,) * 6, monkeypatch, codec, pairs, {})], kept)
-    torch.testing.assert_close(found, said(model, expected, next_turn(ids)[:, kept:]), atol=1e-5, rtol=1e-5)
+    logits, stats = resumed(model, root, method, next_turn(ids), record=False)
+    assert stats.tokens_restored == tokens and stats.tokens_recomputed == 0
+    expected = prefilled(model, [merged_kv(model, ids, tokens, (0,) * 6, monkeypatch, codec, pairs, {})], tokens)
+    torch.testing.assert_close(logits, said(model, expected, next_turn(ids)[:, tokens:]), atol=1e-5, rtol=1e-5)
 
 
 def test_how_far_towards_the_deeper_layer_is_a_setting(model, root):
     ids, method = prompt(TOKENS), Krul(0.7, recompute=0.0, **EVERY)
-    found = []
+    all_logits = []
     for toward in (0.0, 0.4, 1.0):
         name = f"at {toward}"
         begun(model, root, replace(method, toward=toward), ids, name)
-        found.append(resumed(model, root, method, next_turn(ids), name, record=False)[0])
-    whole = said(model, DynamicCache(), next_turn(ids))
-    assert not any(torch.equal(one, other) for one, other in itertools.combinations([*found, whole], 2))
+        all_logits.append(resumed(model, root, method, next_turn(ids), name, record=False)[0])
+    unmerged_logits = said(model, DynamicCache(), next_turn(ids))
+    assert not any(
+        torch.equal(first, second) for first, second in itertools.combinations([*all_logits, unmerged_logits], 2)
+    )
 
 
 def test_turn_after_turn_pairs_stay_and_merged_tokens_do_not_change(model, root):
@@ -145,16 +147,16 @@ def test_the_front_never_shrinks_for_what_was_not_stored(model, root):
     ids = next_turn(ids, 60)
     begun(model, root, Krul(0.0, recompute=0.0, **LOSSLESS), ids)
     assert {shape.held_from for shape in shapes(root)} == {first.held_from, (0,) * 6}
-    found, stats = resumed(model, root, Krul(0.0, recompute=0.0, **LOSSLESS), next_turn(ids))
+    logits, stats = resumed(model, root, Krul(0.0, recompute=0.0, **LOSSLESS), next_turn(ids))
     assert stats.tokens_restored == ids.shape[1] // 16 * 16
-    torch.testing.assert_close(found, said(model, DynamicCache(), next_turn(ids)), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(logits, said(model, DynamicCache(), next_turn(ids)), atol=1e-4, rtol=1e-4)
 
 
 def test_conversations_share_nothing_with_others(model, root):
     ids, method = prompt(TOKENS), Krul(0.7, recompute=0.0, **EVERY)
     begun(model, root, method, ids)
-    for name, other in (("bob", method), ("alice", Exact()), ("alice", MiniCache())):
-        _, stats = resumed(model, root, other, next_turn(ids), name, record=False)
+    for name, other_method in (("bob", method), ("alice", Exact()), ("alice", MiniCache())):
+        _, stats = resumed(model, root, other_method, next_turn(ids), name, record=False)
         assert stats.tokens_restored == 0
     with KVStore(root, engine="posix") as store:
         cache = TieredCache(model, store, record=False)
@@ -167,27 +169,27 @@ def test_an_edited_history_comes_back_up_to_the_edit(model, root):
     begun(model, root, method, ids)
     edited = ids.clone()
     edited[0, 100] = 3 if ids[0, 100] != 3 else 4
-    found, stats = resumed(model, root, method, next_turn(edited), record=False)
+    logits, stats = resumed(model, root, method, next_turn(edited), record=False)
     assert stats.tokens_restored == 96
     lossless = replace(method, layers_shared=0.0)
     begun(model, root, lossless, ids, "carol")
-    found, stats = resumed(model, root, lossless, next_turn(edited), "carol", record=False)
+    logits, stats = resumed(model, root, lossless, next_turn(edited), "carol", record=False)
     assert stats.tokens_restored == 96
-    torch.testing.assert_close(found, said(model, DynamicCache(), next_turn(edited)), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(logits, said(model, DynamicCache(), next_turn(edited)), atol=1e-4, rtol=1e-4)
 
 
 def test_a_chain_that_an_edit_has_cut_lacks_what_is_left_of_it(model, root):
     """If another segment continues inside a segment, only the part before it counts."""
     ids, method = prompt(TOKENS), Krul(0.0, recompute=0.6, **LOSSLESS)
     begun(model, root, method, ids)
-    (whole,) = shapes(root)
+    (first_shape,) = shapes(root)
     edited = next_turn(ids[:, :96], 104)
     begun(model, root, replace(method, recompute=0.0), edited)
     (shape,) = shapes(root)
-    assert max(whole.held_from) > 96 >= max(shape.held_from)
-    found, stats = resumed(model, root, method, next_turn(edited), record=False)
+    assert max(first_shape.held_from) > 96 >= max(shape.held_from)
+    logits, stats = resumed(model, root, method, next_turn(edited), record=False)
     assert stats.tokens_restored == TOKENS // 16 * 16
-    torch.testing.assert_close(found, said(model, DynamicCache(), next_turn(edited)), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(logits, said(model, DynamicCache(), next_turn(edited)), atol=1e-4, rtol=1e-4)
 
 
 def test_what_an_edit_has_left_behind_goes_with_its_conversation(model, root):
@@ -204,18 +206,18 @@ def test_what_an_edit_has_left_behind_goes_with_its_conversation(model, root):
 def test_what_lacks_its_front_is_computed_where_that_cannot_be_done(model, root):
     ids, method = prompt(TOKENS), Krul(0.0, recompute=0.5, **LOSSLESS)
     begun(model, root, method, ids)
-    asked = next_turn(ids)
+    turn = next_turn(ids)
     with KVStore(root, engine="posix") as store:
         cache = TieredCache(model, store, conversation="alice", method=method, record=False, restore=True)
-        said(model, cache, asked[:, :10])
-        found = said(model, cache, asked[:, 10:])  # behind tokens that the cache holds
+        said(model, cache, turn[:, :10])
+        logits = said(model, cache, turn[:, 10:])  # behind tokens that the cache holds
         assert cache.stats.tokens_restored == 0
-        padded = torch.cat([torch.zeros(1, 8, dtype=torch.int64), asked], dim=1)
+        padded = torch.cat([torch.zeros(1, 8, dtype=torch.int64), turn], dim=1)
         rows, mask = padded.repeat(2, 1), (padded != 0).long().repeat(2, 1)
         plain = TieredCache(model, store, method=method.for_conversation(cache.method.conversation), record=False)
         model.generate(rows, attention_mask=mask, past_key_values=plain, max_new_tokens=2, do_sample=False)
         assert (plain.stats.tokens_restored, plain.stats.reason) == (0, reasons.PREFIX_NOT_STORED)
-    torch.testing.assert_close(found, said(model, DynamicCache(), asked), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(logits, said(model, DynamicCache(), turn), atol=1e-4, rtol=1e-4)
 
 
 def test_without_a_conversation_nothing_is_merged(model, root):
@@ -224,11 +226,11 @@ def test_without_a_conversation_nothing_is_merged(model, root):
     assert [shape.geometry.pairs for shape in shapes(root)] == [()]
 
 
-def refusing(*given, **more):
+def refusing(*args, **more):
     return False
 
 
-def failing(*given, **more):
+def failing(*args, **more):
     raise ValueError("a segment holds a part of its tokens")
 
 
@@ -255,7 +257,7 @@ def test_where_it_cannot_be_laid_out_anew_what_there_was_stays(model, root, monk
 
 
 def test_alike_layers_of_a_trained_model_share_and_strategies_differ(tmp_path):
-    model, language, found = load(XS), language_of(XS), set()
+    model, language, strategies = load(XS), language_of(XS), set()
     for number, (context, _) in enumerate(contexts(language, 480, 6, 3, KINDS)):
         ids = torch.tensor([[token for document in context.documents for token in document]])
         with KVStore(tmp_path / str(number), engine="posix") as store:
@@ -264,8 +266,8 @@ def test_alike_layers_of_a_trained_model_share_and_strategies_differ(tmp_path):
             (row,) = store.segments()
             pairs = storage_of(store).disk.reader(row.id).shape.geometry.pairs
         assert all(1 <= first < second <= 6 for first, second in pairs)  # 0 and 7 are like no other
-        found.add(pairs)
-    assert len(found) > 1 and any(found)
+        strategies.add(pairs)
+    assert len(strategies) > 1 and any(strategies)
 
 
 def test_layers_that_are_not_alike_share_nothing(model, root):
@@ -333,11 +335,11 @@ def test_a_conversation_with_one_layer_per_block_continues_with_several(model, r
     begun(model, root, Krul(recompute=0.0, geometry=Geometry(64, 1)), text[:, :320])
     begun(model, root, Krul(recompute=0.0), text[:, :560])
     assert sorted(shape.geometry.layers_per_block for shape in shapes(root)) == [1, 4]
-    found, stats = resumed(model, root, Krul(recompute=0.0), text)
+    logits, stats = resumed(model, root, Krul(recompute=0.0), text)
     begun(model, root.with_name("older"), Krul(recompute=0.0, geometry=Geometry(64, 1)), text[:, :320])
     begun(model, root.with_name("older"), Krul(recompute=0.0, geometry=Geometry(64, 1)), text[:, :560])
     expected, _ = resumed(model, root.with_name("older"), Krul(recompute=0.0), text)
-    assert stats.tokens_restored == 560 and torch.equal(found, expected)
+    assert stats.tokens_restored == 560 and torch.equal(logits, expected)
 
 
 @pytest.mark.parametrize(
@@ -363,17 +365,17 @@ def test_the_front_of_what_goes_idle_balances_computing_and_loading(
 
 
 def test_calibrations_that_are_noted_at_once_are_all_kept(root):
-    with KVStore(root, engine="posix") as one, KVStore(root, engine="posix") as other:
+    with KVStore(root, engine="posix") as first_store, KVStore(root, engine="posix") as second_store:
 
         def note(number):
-            storage, name = storage_of(one if number % 2 else other), f"{number:032x}"
+            storage, name = storage_of(first_store if number % 2 else second_store), f"{number:032x}"
             for _ in range(5):
                 keep_records(storage, name, [*records_of(storage, name), {"shares": [1.0]}])
 
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(note, range(8)))
-        found = [len(records_of(storage_of(one), f"{number:032x}")) for number in range(8)]
-    assert found == [5] * 8
+        counts = [len(records_of(storage_of(first_store), f"{number:032x}")) for number in range(8)]
+    assert counts == [5] * 8
 
 
 @given(st.floats(0, 1), st.integers(1, 3))
@@ -382,9 +384,9 @@ def test_the_share_of_bytes_is_what_a_segment_takes(retained, count):
     geometry = Geometry(64, 1, pairs=tuple((2 * number, 2 * number + 1) for number in range(count)))
     apart = {pair: np.arange(round(retained * 6400)) for pair in geometry.pairs}
     tables = TokenTables.by_pairs((0,) * 6, apart, block_groups(layout, geometry), 6400)
-    whole = SegmentShape(layout, Geometry(64, 1), 6400).blocks_bytes
-    found = SegmentShape(layout, geometry, 6400, tables).blocks_bytes / whole
-    assert share_of_bytes(layout, geometry, retained) == pytest.approx(found, abs=0.02)  # chunks are rounded up
+    full_bytes = SegmentShape(layout, Geometry(64, 1), 6400).blocks_bytes
+    share = SegmentShape(layout, geometry, 6400, tables).blocks_bytes / full_bytes
+    assert share_of_bytes(layout, geometry, retained) == pytest.approx(share, abs=0.02)  # chunks are rounded up
 
 
 def _layout():
@@ -399,26 +401,26 @@ def test_a_conversation_of_which_nothing_was_kept_is_computed(model, root):
     begun(model, root, method, ids)
     (shape,) = shapes(root)
     assert shape.blocks_bytes == 0
-    found, stats = resumed(model, root, method, next_turn(ids))
+    logits, stats = resumed(model, root, method, next_turn(ids))
     assert (stats.bytes_read, stats.tokens_recomputed, stats.reason) == (0, TOKENS // 16 * 16, "")
-    torch.testing.assert_close(found, said(model, DynamicCache(config=model.config), next_turn(ids)))
+    torch.testing.assert_close(logits, said(model, DynamicCache(config=model.config), next_turn(ids)))
 
 
 def blocks_read(monkeypatch):
     """Record from how many KV cache groups blocks are read from disk, in a list that grows."""
-    found, read = [], segment.read_batch
+    numbers_read, real_read = [], segment.read_batch
 
-    def noting(asked, unseen=()):
-        found.extend((reader.id, number) for reader, number, _ in [*asked, *unseen])
-        return read(asked, unseen)
+    def noting(requests, unseen=()):
+        numbers_read.extend((reader.id, number) for reader, number, _ in [*requests, *unseen])
+        return real_read(requests, unseen)
 
     monkeypatch.setattr(segment, "read_batch", noting)
     monkeypatch.setattr(residency, "read_batch", noting)
-    return found
+    return numbers_read
 
 
 def test_what_lies_in_memory_is_merged_and_comes_back_without_a_read(model, root, monkeypatch):
-    method, ids, read = Krul(0.5, recompute=0.0, **EVERY), prompt(TOKENS), blocks_read(monkeypatch)
+    method, ids, numbers_read = Krul(0.5, recompute=0.0, **EVERY), prompt(TOKENS), blocks_read(monkeypatch)
     with KVStore(root, engine="posix") as store:
         for turn in range(3):
             with TieredCache(model, store, conversation="alice", method=method) as cache:
@@ -428,22 +430,22 @@ def test_what_lies_in_memory_is_merged_and_comes_back_without_a_read(model, root
         rows = store.segments()
         assert all(storage_of(store).disk.reader(row.id).shape.geometry.pairs for row in rows)
         assert storage_of(store).residency.segments() == {row.id for row in rows}  # the old ones are gone
-    assert not read
+    assert not numbers_read
 
 
 @pytest.mark.parametrize("memory", [0, 100_000])
 def test_memory_that_holds_a_part_or_nothing_gives_the_same_bytes(model, tmp_path, memory, monkeypatch):
-    method, found, read = Krul(0.5, recompute=0.3, **EVERY), [], blocks_read(monkeypatch)
+    method, digests, numbers_read = Krul(0.5, recompute=0.3, **EVERY), [], blocks_read(monkeypatch)
     for number, budget in enumerate(("1GiB", memory)):
         with KVStore(tmp_path / str(number), engine="posix", host_memory=budget) as store:
             for ids in (prompt(TOKENS), next_turn(prompt(TOKENS), 40)):
                 with TieredCache(model, store, conversation="alice", method=method) as cache:
                     said(model, cache, ids)
             rows = sorted(store.segments(), key=lambda row: row.position)
-            found.append([table for row in rows for table in storage_of(store).disk.reader(row.id).digests])
+            digests.append([table for row in rows for table in storage_of(store).disk.reader(row.id).digests])
             assert store.stats.host.bytes <= (memory if number else 1 << 30)
-        assert bool(read) == bool(number)
-    assert all(np.array_equal(a, b) for a, b in zip(*found, strict=True))
+        assert bool(numbers_read) == bool(number)
+    assert all(np.array_equal(a, b) for a, b in zip(*digests, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -482,14 +484,14 @@ def test_segments_of_short_turns_are_joined_now_and_then(model, root, codec):
             with TieredCache(model, store, conversation="alice", method=method) as cache:
                 said(model, cache, ids[:, :stop])
             joined += len(store.segments()) == 1
-        kept = sum(storage_of(store).disk.reader(row.id).shape.blocks_bytes for row in store.segments())
-        found, stats = resumed_in(model, store, method, next_turn(ids[:, : turns[-1]]))
+        stored_bytes = sum(storage_of(store).disk.reader(row.id).shape.blocks_bytes for row in store.segments())
+        logits, stats = resumed_in(model, store, method, next_turn(ids[:, : turns[-1]]))
         assert stats.tokens_restored == turns[-1]
     layout = shapes(root)[0].layout
-    assert kept <= SegmentShape(layout, method.geometry, turns[-1]).blocks_bytes / 0.8
+    assert stored_bytes <= SegmentShape(layout, method.geometry, turns[-1]).blocks_bytes / 0.8
     assert 2 <= joined <= len(turns) / 2
     if codec == "raw":
-        torch.testing.assert_close(found, said(model, DynamicCache(), next_turn(ids[:, : turns[-1]])))
+        torch.testing.assert_close(logits, said(model, DynamicCache(), next_turn(ids[:, : turns[-1]])))
 
 
 def resumed_in(model, store, method, ids):

@@ -26,17 +26,17 @@ def run_turn(model, store, method, ids, suspend=True):
     """Run one turn. Return its logits, the tokens recomputed, and the bytes read from disk."""
     cache = TieredCache(model, store, conversation="alice", method=method, record=suspend)
     with torch.no_grad():
-        found = model(input_ids=ids, past_key_values=cache, logits_to_keep=4).logits
+        logits = model(input_ids=ids, past_key_values=cache, logits_to_keep=4).logits
     stats = cache.stats
     if suspend:
         assert not cache.suspend().reason
-    return found, stats.tokens_recomputed, stats.bytes_read
+    return logits, stats.tokens_recomputed, stats.bytes_read
 
 
-def expect(model, ids, found):
+def expect(model, ids, logits):
     with torch.no_grad():
         expected = model(input_ids=ids, past_key_values=DynamicCache(), logits_to_keep=4).logits
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
 
 def front_of(store):
@@ -49,9 +49,9 @@ def test_a_quick_return_recomputes_and_reads_nothing(family, share, root):
     with KVStore(root, engine="posix") as store:
         run_turn(model, store, method, text[:, :TOKENS])
         for stop in range(TOKENS + 40, TOKENS + 200, 40):
-            found, recomputed, nbytes = run_turn(model, store, method, text[:, :stop])
+            logits, recomputed, nbytes = run_turn(model, store, method, text[:, :stop])
             assert (recomputed, nbytes) == (0, 0)
-            expect(model, text[:, :stop], found)
+            expect(model, text[:, :stop], logits)
             assert any(map(any, front_of(store)))  # decided on disk as before
         assert storage_of(store).residency.host.allocated <= storage_of(store).residency.host.budget
 
@@ -65,10 +65,10 @@ def test_an_evicted_front_is_recomputed(codec, root):
         _, recomputed, _ = run_turn(model, store, method, text, suspend=False)
         assert recomputed == 0
         store.clear()
-        found, recomputed, _ = run_turn(model, store, method, text, suspend=False)
+        logits, recomputed, _ = run_turn(model, store, method, text, suspend=False)
         assert recomputed == expected > 0
         if codec == "raw":
-            expect(model, text, found)
+            expect(model, text, logits)
     with KVStore(root, engine="posix") as store:  # after a restart
         assert run_turn(model, store, method, text, suspend=False)[1] == expected
 
@@ -81,10 +81,10 @@ def test_a_front_is_recomputed_once_after_a_restart(family, codec, root):
     with KVStore(root, engine="posix") as store:
         assert run_turn(model, store, method, text[:, : TOKENS + 40])[1] > 0
         for stop in range(TOKENS + 80, TOKENS + 200, 40):
-            found, *read = run_turn(model, store, method, text[:, :stop])
-            assert read == [0, 0]
+            logits, *counts = run_turn(model, store, method, text[:, :stop])
+            assert counts == [0, 0]
             if codec == "raw":
-                expect(model, text[:, :stop], found)
+                expect(model, text[:, :stop], logits)
         assert storage_of(store).residency.host.allocated <= storage_of(store).residency.host.budget
 
 
@@ -101,9 +101,9 @@ def test_layers_keep_what_they_recompute_after_losing_it(root):
         pool.unpin(slots)
         storage.residency.host.discard(pool, slots)
         assert run_turn(model, store, method, text)[1] > 0
-        found, *read = run_turn(model, store, method, text, suspend=False)
-        assert read == [0, 0]
-        expect(model, text, found)
+        logits, *counts = run_turn(model, store, method, text, suspend=False)
+        assert counts == [0, 0]
+        expect(model, text, logits)
 
 
 @pytest.mark.parametrize("changed", [False, True])
@@ -114,12 +114,12 @@ def test_a_front_of_changed_weights_is_not_kept(root, monkeypatch, changed):
         run_turn(model, store, method, text[:, :TOKENS])
     with KVStore(root, engine="posix") as store:
         fronts = storage_of(store).unstored
-        put = fronts.put
+        real_put = fronts.put
 
         def put_after_change(front, confirmed):
             if changed:
                 model.model.layers[-1].mlp.down_proj.weight.data.view(-1)[1500:] *= 3
-            put(front, confirmed)
+            real_put(front, confirmed)
 
         monkeypatch.setattr(fronts, "put", put_after_change)
         cache = TieredCache(model, store, conversation="alice", method=method)
@@ -143,9 +143,9 @@ def test_each_layer_recomputes_what_it_has_lost(root):
         pool, slots, _ = host.pin(owner, np.array([1]))
         pool.unpin(slots)
         host.discard(pool, slots)
-        found, recomputed, nbytes = run_turn(model, store, method, text, suspend=False)
+        logits, recomputed, nbytes = run_turn(model, store, method, text, suspend=False)
         assert (recomputed, nbytes) == (3 * 32 / 6, 0)
-        expect(model, text, found)
+        expect(model, text, logits)
 
 
 def test_blocks_that_are_evicted_during_a_pass_are_recomputed(root, monkeypatch):
@@ -154,29 +154,29 @@ def test_blocks_that_are_evicted_during_a_pass_are_recomputed(root, monkeypatch)
         run_turn(model, store, method, text[:, :TOKENS])
         fetch, cleared = Residency.fetch, []
 
-        def clearing(self, *given, **more):
+        def clearing(self, *args, **more):
             if not cleared:
                 cleared.append(True)
                 self.clear()
-            return fetch(self, *given, **more)
+            return fetch(self, *args, **more)
 
         monkeypatch.setattr(Residency, "fetch", clearing)
-        found, recomputed, nbytes = run_turn(model, store, method, text)
+        logits, recomputed, nbytes = run_turn(model, store, method, text)
         monkeypatch.undo()
         assert cleared and recomputed > 0 and nbytes > 0
-        expect(model, text, found)
+        expect(model, text, logits)
         assert store.stats.read_errors == 0 and len(store.segments()) >= 1
-        found, _, _ = run_turn(model, store, method, text, suspend=False)
-        expect(model, text, found)
+        logits, _, _ = run_turn(model, store, method, text, suspend=False)
+        expect(model, text, logits)
 
 
 def test_a_front_that_does_not_fit_is_not_kept(root):
     model, method, text = build("qwen2"), Krul(recompute=0.4, **SETTINGS), prompt(TOKENS + 40)
     with KVStore(root, engine="posix", host_memory=300_000) as store:
         run_turn(model, store, method, text[:, :TOKENS])
-        found, recomputed, _ = run_turn(model, store, method, text)
+        logits, recomputed, _ = run_turn(model, store, method, text)
         assert recomputed > 0 and store.stats.host.bytes <= 300_000
-        expect(model, text, found)
+        expect(model, text, logits)
 
 
 @pytest.mark.parametrize("compute", [1e-5, 1e-3])

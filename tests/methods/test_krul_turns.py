@@ -33,13 +33,13 @@ def logits(model, cache, ids):
 
 def run_turns(model, store, method, stops, text):
     """Run one turn up to each of `stops`. Return the bytes written in each turn."""
-    written = []
+    bytes_written = []
     for stop in stops:
         before = store.stats.bytes_written
         with TieredCache(model, store, conversation="alice", method=method) as cache:
             logits(model, cache, text[:, :stop])
-        written.append(store.stats.bytes_written - before)
-    return written
+        bytes_written.append(store.stats.bytes_written - before)
+    return bytes_written
 
 
 def bytes_of(store, method, tokens):
@@ -63,18 +63,18 @@ def test_a_turn_writes_bytes_in_proportion_to_its_tokens(model, root, turn, sett
     stops = range(OPENING, OPENING + 20 * turn + 1, turn)
     text = prompt(stops[-1])
     with KVStore(root, engine="posix") as store:
-        written = run_turns(model, store, method, stops, text)[1:]
+        bytes_written = run_turns(model, store, method, stops, text)[1:]
         new_bytes = bytes_of(store, method, turn) + 5 * 4096
-        assert len(written) == 20
-        assert np.median(written) <= 3 * new_bytes
-        assert np.mean(written) <= 4 * new_bytes
-        assert sum(written[10:]) <= 1.5 * sum(written[:10])  # not quadratic
+        assert len(bytes_written) == 20
+        assert np.median(bytes_written) <= 3 * new_bytes
+        assert np.mean(bytes_written) <= 4 * new_bytes
+        assert sum(bytes_written[10:]) <= 1.5 * sum(bytes_written[:10])  # not quadratic
         cache = TieredCache(model, store, conversation="alice", method=method, record=False)
-        asked = torch.cat([text, prompt(12, seed=7)], dim=1)
-        found = logits(model, cache, asked)
+        longer_ids = torch.cat([text, prompt(12, seed=7)], dim=1)
+        restored_logits = logits(model, cache, longer_ids)
         assert cache.stats.tokens_restored == stops[-1]
     if not method.layers_shared:
-        torch.testing.assert_close(found, logits(model, DynamicCache(), asked), atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(restored_logits, logits(model, DynamicCache(), longer_ids), atol=1e-4, rtol=1e-4)
 
 
 def test_few_small_segments_are_left(model, root):
@@ -100,5 +100,5 @@ def test_a_small_front_is_not_worth_a_rewrite_of_old_segments(model, root):
         assert first.id in {row.id for row in store.segments()}
         run_turns(model, store, method, [832, 896], text)
         assert first.id not in {row.id for row in store.segments()}
-        kept = sum(storage_of(store).disk.reader(row.id).shape.blocks_bytes for row in store.segments())
-        assert kept <= 0.8 * bytes_of(store, method, 896)
+        stored_bytes = sum(storage_of(store).disk.reader(row.id).shape.blocks_bytes for row in store.segments())
+        assert stored_bytes <= 0.8 * bytes_of(store, method, 896)

@@ -33,15 +33,15 @@ def model():
 @pytest.fixture
 def steps(monkeypatch):
     """Record what each layer holds after each selection: layer, each row's columns, query, keys, values."""
-    seen = []
+    noted = []
 
-    def reselect(self, layer, rows, query, keys, values, *rest, real=DecodeSelection.reselect):
-        real(self, layer, rows, query, keys, values, *rest)
+    def reselect(self, layer, rows, query, keys, values, *args, real=DecodeSelection.reselect):
+        real(self, layer, rows, query, keys, values, *args)
         columns = [None if row is None else row.window.columns for row in rows]
-        seen.append((layer, columns, query.clone(), keys.clone(), values.clone()))
+        noted.append((layer, columns, query.clone(), keys.clone(), values.clone()))
 
     monkeypatch.setattr(DecodeSelection, "reselect", reselect)
-    return seen
+    return noted
 
 
 def exact_kv(model, ids):
@@ -68,11 +68,11 @@ def test_columns_hold_the_kv_of_the_tokens_that_the_window_says(family, window, 
     assert cache.stats.tokens_restored == TOKENS and cache.stats.reason == ""
     assert len({layer for layer, *_ in steps}) >= 2
     for layer, (row,), _, keys, values in steps:
-        held = tokens_in(row, method, TOKENS)
-        assert all(len(set(one)) == held.shape[1] for one in held.tolist())
-        for head, tokens in enumerate(held):
-            for ours, theirs in zip((keys, values), kv[layer], strict=True):
-                torch.testing.assert_close(ours[0, head, : len(tokens)], theirs[0, head, tokens], rtol=0, atol=1e-5)
+        tokens_of_heads = tokens_in(row, method, TOKENS)
+        assert all(len(set(head_tokens)) == tokens_of_heads.shape[1] for head_tokens in tokens_of_heads.tolist())
+        for head, tokens in enumerate(tokens_of_heads):
+            for actual, expected in zip((keys, values), kv[layer], strict=True):
+                torch.testing.assert_close(actual[0, head, : len(tokens)], expected[0, head, tokens], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("index", [name for name in DECODE_INDEXES if name != "random"])
@@ -88,11 +88,11 @@ def test_the_chosen_chunks_are_those_that_the_index_ranks_first(index, model, tm
         ask(model, store, question(ids), method)
     assert steps
     for layer, (row,), query, *_ in steps:
-        others = TOKENS // chunk - len(span.candidates)  # some kinds choose otherwise among more
-        every = rank([indexes[layer]], query[0], None, min(TOKENS // chunk, int(1.25 * span.chunks) + others))
-        for chosen, ranked in zip(row, every.tolist(), strict=True):
-            allowed = [one for one in ranked if one in span.candidates]
-            assert sorted(chosen.tolist()) == sorted(allowed[: span.chunks])
+        surplus = TOKENS // chunk - len(span.candidates)  # some kinds choose otherwise among more
+        all_ranked = rank([indexes[layer]], query[0], None, min(TOKENS // chunk, int(1.25 * span.chunks) + surplus))
+        for head_chunks, ranked in zip(row, all_ranked.tolist(), strict=True):
+            allowed = [chunk_number for chunk_number in ranked if chunk_number in span.candidates]
+            assert sorted(head_chunks.tolist()) == sorted(allowed[: span.chunks])
 
 
 def test_sinks_and_the_last_tokens_are_always_there(model, tmp_path, steps):
@@ -101,8 +101,8 @@ def test_sinks_and_the_last_tokens_are_always_there(model, tmp_path, steps):
         fill(store, model, ids, METHOD)
         ask(model, store, question(ids), METHOD)
     for _, (row,), *_ in steps:
-        for held in tokens_in(row, METHOD, TOKENS):
-            assert set(range(4)) | set(range(TOKENS - 16, TOKENS)) <= set(held.tolist())
+        for head_tokens in tokens_in(row, METHOD, TOKENS):
+            assert set(range(4)) | set(range(TOKENS - 16, TOKENS)) <= set(head_tokens.tolist())
 
 
 def test_a_whole_budget_is_the_exact_method(model, tmp_path):
@@ -110,32 +110,32 @@ def test_a_whole_budget_is_the_exact_method(model, tmp_path):
     with KVStore(tmp_path, engine="posix") as store:
         fill(store, model, ids, METHOD)
         exact, _ = ask(model, store, question(ids), None)
-        ours, cache = ask(model, store, question(ids), KVDrive(budget=1.0))
-        assert_same(ours, exact)
+        output, cache = ask(model, store, question(ids), KVDrive(budget=1.0))
+        assert_same(output, exact)
         assert cache.stats.tokens_attended == cache.stats.tokens_restored == TOKENS
 
 
 @pytest.mark.parametrize("eviction", ["lookahead", "lru"])
 def test_nothing_depends_on_where_a_chunk_was(eviction, model, tmp_path):
     """Bits are equal with windows of any size, with or without host memory, in first and later requests."""
-    ids, found = prompt(TOKENS), []
+    ids, results = prompt(TOKENS), []
     for number, host in enumerate((0, "64MiB")):
         with KVStore(tmp_path / str(number), engine="posix", host_memory=host) as store:
             fill(store, model, ids, METHOD)
             for window in (1, 2, 4, 2):
                 method = KVDrive(budget=0.2, local=16, window=window, eviction=eviction)
-                found.append(ask(model, store, question(ids), method))
-    for other, _ in found[1:]:
-        assert_same(other, found[0][0])
-    read = [cache.stats.bytes_read for _, cache in found]
-    assert read[1] < read[0] and read[2] < read[1]  # larger windows read less
-    assert read[5] == 0  # the second request has all of it on the host
+                results.append(ask(model, store, question(ids), method))
+    for output, _ in results[1:]:
+        assert_same(output, results[0][0])
+    bytes_read = [cache.stats.bytes_read for _, cache in results]
+    assert bytes_read[1] < bytes_read[0] and bytes_read[2] < bytes_read[1]  # larger windows read less
+    assert bytes_read[5] == 0  # the second request has all of it on the host
 
 
 def test_a_second_request_builds_no_index_and_reads_no_keys(model, tmp_path, monkeypatch):
     built, kind = [], DECODE_INDEXES[METHOD.index]
     build_index = kind.build.__func__
-    monkeypatch.setattr(kind, "build", classmethod(lambda cls, *given: built.append(1) or build_index(cls, *given)))
+    monkeypatch.setattr(kind, "build", classmethod(lambda cls, *args: built.append(1) or build_index(cls, *args)))
     ids = prompt(TOKENS)
     with KVStore(tmp_path, engine="posix", host_memory=0) as store:
         fill(store, model, ids, METHOD)
@@ -159,14 +159,14 @@ def test_rows_of_a_batch_choose_for_themselves(model, tmp_path, steps):
         fill(store, model, short, METHOD)
         cache = TieredCache(model, store, method=METHOD, record=False)
         together = model.generate(rows, attention_mask=mask, past_key_values=cache, **GREEDY)
-        (alone, _), (short_alone, _) = (ask(model, store, question(one), METHOD) for one in (long, short))
+        (alone, _), (short_alone, _) = (ask(model, store, question(ids), METHOD) for ids in (long, short))
     assert torch.equal(together.sequences[0], alone.sequences[0])
     assert torch.equal(together.sequences[1, -8:], short_alone.sequences[0, -8:])
-    assert all(held[0] is not None for _, held, *_ in steps)
+    assert all(rows_held[0] is not None for _, rows_held, *_ in steps)
 
 
 def test_nothing_depends_on_how_many_rows_are_ranked_together(model, tmp_path, monkeypatch):
-    rows, found = [prompt(TOKENS), prompt(TOKENS, seed=3), prompt(TOKENS)], []
+    rows, results = [prompt(TOKENS), prompt(TOKENS, seed=3), prompt(TOKENS)], []
     ids = torch.cat([question(row) for row in rows])
     with KVStore(tmp_path, engine="posix", host_memory=0) as store:
         for row in rows[:2]:
@@ -174,16 +174,16 @@ def test_nothing_depends_on_how_many_rows_are_ranked_together(model, tmp_path, m
         for size in (8, 2, 1):
             monkeypatch.setattr(MicroBatches, "size_for", lambda self, rows, size=size: size)
             cache = TieredCache(model, store, method=METHOD, record=False)
-            found.append((model.generate(ids, past_key_values=cache, **GREEDY), cache.stats))
-    for answer, stats in found[1:]:
-        assert_same(answer, found[0][0])
-        assert stats.details.bytes_used == found[0][1].details.bytes_used > 0
+            results.append((model.generate(ids, past_key_values=cache, **GREEDY), cache.stats))
+    for answer, stats in results[1:]:
+        assert_same(answer, results[0][0])
+        assert stats.details.bytes_used == results[0][1].details.bytes_used > 0
 
 
 def test_padding_of_a_row_that_restores_nothing_is_finite(model, tmp_path, monkeypatch):
-    def empty(*given, real=torch.empty, **more):
-        made = real(*given, **more)
-        return made.fill_(torch.nan) if made.is_floating_point() else made
+    def empty(*args, real=torch.empty, **more):
+        tensor = real(*args, **more)
+        return tensor.fill_(torch.nan) if tensor.is_floating_point() else tensor
 
     ids = prompt(TOKENS)
     rows = torch.zeros(2, TOKENS + 24, dtype=torch.int64)
@@ -192,10 +192,10 @@ def test_padding_of_a_row_that_restores_nothing_is_finite(model, tmp_path, monke
         fill(store, model, ids, METHOD)
         monkeypatch.setattr(torch, "empty", empty)
         cache = TieredCache(model, store, method=METHOD, record=False)
-        found = model.generate(rows, attention_mask=(rows != 0).long(), past_key_values=cache, **GREEDY)
+        output = model.generate(rows, attention_mask=(rows != 0).long(), past_key_values=cache, **GREEDY)
     alone = model.generate(rows[1:, -20:], **GREEDY)
     assert cache.stats.tokens_restored > 0
-    assert torch.equal(found.sequences[1, -GREEDY["max_new_tokens"] :], alone.sequences[0, 20:])
+    assert torch.equal(output.sequences[1, -GREEDY["max_new_tokens"] :], alone.sequences[0, 20:])
 
 
 def test_beams_have_windows_of_their_own(model, tmp_path):
@@ -220,12 +220,12 @@ def test_a_prefix_of_several_segments_and_a_part_of_one(model, tmp_path, steps):
         fill(store, model, ids[:, :304], METHOD)
         fill(store, model, ids, METHOD)
         assert len(store.segments()) == 3
-        asked = torch.cat([ids[:, :350], prompt(24, seed=9)], dim=1)  # leaves the last segment in the middle
-        _, cache = ask(model, store, asked, METHOD)
-        restored = cache.stats.tokens_restored
-        assert restored == 336
+        shortened_ids = torch.cat([ids[:, :350], prompt(24, seed=9)], dim=1)  # leaves the last segment in the middle
+        _, cache = ask(model, store, shortened_ids, METHOD)
+        tokens_restored = cache.stats.tokens_restored
+        assert tokens_restored == 336
     for layer, (row,), _, keys, _ in steps:
-        for head, tokens in enumerate(tokens_in(row, METHOD, restored)):
+        for head, tokens in enumerate(tokens_in(row, METHOD, tokens_restored)):
             torch.testing.assert_close(keys[0, head, : len(tokens)], kv[layer][0][0, head, tokens], rtol=0, atol=1e-5)
 
 
@@ -236,11 +236,11 @@ def test_any_geometry_will_do_and_is_spoken_of(model, tmp_path, caplog):
         expected, _ = ask(model, store, question(ids), METHOD)
     with KVStore(tmp_path / "b", engine="posix", host_memory=0) as store:
         store.precompute(model, ids, progress=False)
-        found, wide = ask(model, store, question(ids), METHOD)
+        output, wide = ask(model, store, question(ids), METHOD)
         assert "store.relayout(method)" in caplog.text
         store.relayout(METHOD, progress=False)
         again, fitting = ask(model, store, question(ids), METHOD)
-    assert_same(found, expected)
+    assert_same(output, expected)
     assert_same(again, expected)
     assert fitting.stats.bytes_read < wide.stats.bytes_read
 
@@ -253,9 +253,9 @@ def test_spans():
     assert 64 <= span.last < 72 and (1003 - span.last) % 8 == 0
     assert span.first + 8 * span.chunks + span.last == count
     assert by_index.span(count, count) is None
-    other = by_index.span(998, count)  # another row of the same batch: as many tokens
-    assert other.first + 8 * other.chunks + other.last == count and other.last >= 64
-    tokens = other.tokens_of(np.array([[3, 1, *range(20, 30)]]))
+    other_span = by_index.span(998, count)  # another row of the same batch: as many tokens
+    assert other_span.first + 8 * other_span.chunks + other_span.last == count and other_span.last >= 64
+    tokens = other_span.tokens_of(np.array([[3, 1, *range(20, 30)]]))
     assert tokens.shape == (1, count) and len(set(tokens[0].tolist())) == count and tokens.max() == 997
 
 
@@ -309,10 +309,10 @@ def test_a_chunk_that_cannot_be_read_while_decoding_ends_in_an_error_that_loses_
         assert cache.stats.details.verification_failures + cache.stats.details.read_errors > 0
         assert cache.get_seq_length() == so_far[0].shape[1] - 1  # the pass is undone
         again = TieredCache(model, store, method=METHOD)
-        rest = {"do_sample": False, "max_new_tokens": 4}
-        found = model.generate(so_far[0], past_key_values=again, **rest)
+        options = {"do_sample": False, "max_new_tokens": 4}
+        output = model.generate(so_far[0], past_key_values=again, **options)
         assert again.stats.tokens_restored < TOKENS
-        assert torch.equal(found, model.generate(so_far[0], past_key_values=DynamicCache(), **rest))
+        assert torch.equal(output, model.generate(so_far[0], past_key_values=DynamicCache(), **options))
 
 
 def test_another_process_builds_no_index(model, tmp_path, monkeypatch):
@@ -322,12 +322,12 @@ def test_another_process_builds_no_index(model, tmp_path, monkeypatch):
         expected, first = ask(model, store, question(ids), METHOD)
     monkeypatch.setattr(DECODE_INDEXES[METHOD.index], "build", None)
     with KVStore(tmp_path, engine="posix", host_memory=0) as store:
-        found, cache = ask(model, store, question(ids), METHOD)
-        assert_same(found, expected)
+        output, cache = ask(model, store, question(ids), METHOD)
+        assert_same(output, expected)
         assert cache.stats.details.index_seconds == 0 < first.stats.details.index_seconds
         assert cache.stats.details.bytes_identifying == store.stats.index.bytes < first.stats.details.bytes_identifying
-        (kept,) = (tmp_path / "beside").iterdir()
-        kept.write_bytes(bytes(64) + kept.read_bytes()[64:])
+        (sidecar,) = (tmp_path / "beside").iterdir()
+        sidecar.write_bytes(bytes(64) + sidecar.read_bytes()[64:])
     monkeypatch.undo()
     with KVStore(tmp_path, engine="posix", host_memory=0) as store:  # what is damaged is made again
         assert_same(ask(model, store, question(ids), METHOD)[0], expected)
@@ -339,7 +339,7 @@ def test_another_process_builds_no_index(model, tmp_path, monkeypatch):
 def logits_of(model, cache, tokens):
     """Return the logits after each of `tokens`, int64 `[1, n]`, fed one by one: `[tokens, vocabulary]`."""
     with torch.no_grad():
-        return torch.cat([model(input_ids=one, past_key_values=cache).logits[0] for one in tokens.split(1, dim=1)])
+        return torch.cat([model(input_ids=token, past_key_values=cache).logits[0] for token in tokens.split(1, dim=1)])
 
 
 def begun(model, store, ids):
@@ -359,22 +359,22 @@ def test_forks_choose_for_themselves(model, tmp_path):
         cache = begun(model, store, ids)
         twins = [cache, cache.fork()]
         together = [
-            torch.cat(found)
-            for found in zip(
+            torch.cat(token_logits)
+            for token_logits in zip(
                 *([logits_of(model, t, w[:, i : i + 1]) for t, w in zip(twins, ways, strict=True)] for i in range(12)),
                 strict=True,
             )
         ]
-    for ours, expected in zip(together, alone, strict=True):
-        assert torch.equal(ours, expected)
+    for logits, expected in zip(together, alone, strict=True):
+        assert torch.equal(logits, expected)
 
 
 @pytest.mark.parametrize("new_buffer", [False, True], ids=["the same buffer", "another buffer"])
 def test_a_pass_that_fails_late_changes_nothing(new_buffer, model, tmp_path, monkeypatch):
     last = model.config.num_hidden_layers - 1
 
-    def interrupted(self, layer, *rest, real=DecodeSelection.reselect):
-        real(self, layer, *rest)
+    def interrupted(self, layer, *args, real=DecodeSelection.reselect):
+        real(self, layer, *args)
         if layer == last:
             raise KeyboardInterrupt
 
@@ -383,7 +383,7 @@ def test_a_pass_that_fails_late_changes_nothing(new_buffer, model, tmp_path, mon
     with KVStore(tmp_path, engine="posix") as store:
         fill(store, model, ids, METHOD)
         expected = logits_of(model, begun(model, store, ids), way)
-        cache, found = begun(model, store, ids), []
+        cache, logits = begun(model, store, ids), []
         for number, token in enumerate(way.split(1, dim=1)):
             if number % 3 == 0:
                 twins.extend([cache.fork()] * new_buffer)  # shares the buffer, so that the pass makes one of its own
@@ -391,8 +391,8 @@ def test_a_pass_that_fails_late_changes_nothing(new_buffer, model, tmp_path, mon
                 with pytest.raises(KeyboardInterrupt):
                     logits_of(model, cache, prompt(1, seed=20 + number))
                 monkeypatch.undo()
-            found.append(logits_of(model, cache, token))
-    torch.testing.assert_close(torch.cat(found), expected, rtol=0, atol=1e-4)  # columns stand in another order
+            logits.append(logits_of(model, cache, token))
+    torch.testing.assert_close(torch.cat(logits), expected, rtol=0, atol=1e-4)  # columns stand in another order
 
 
 def test_an_index_that_left_memory_comes_from_its_file_again(model, tmp_path, monkeypatch):
@@ -403,7 +403,7 @@ def test_an_index_that_left_memory_comes_from_its_file_again(model, tmp_path, mo
         store.flush()
         resident, sidecars = store._storage.residency.index_cache, store._storage.disk.sidecars
         reads = []
-        monkeypatch.setattr(sidecars, "kept", lambda *given, real=sidecars.kept: reads.append(1) or real(*given))
+        monkeypatch.setattr(sidecars, "kept", lambda *args, real=sidecars.kept: reads.append(1) or real(*args))
         monkeypatch.setattr(DECODE_INDEXES[METHOD.index], "build", None)
         get = resident.get
         monkeypatch.setattr(resident, "get", lambda key, device: get(key, device) if key[0][0][1] == 0 else None)
@@ -423,22 +423,22 @@ def early(monkeypatch):
 
 def attended(model, store, ids, method, new):
     """Record what a cache's layers attend to at each step: a prompt, and `new` tokens one by one."""
-    cache, seen = TieredCache(model, store, method=method, record=False), []
+    cache, widths = TieredCache(model, store, method=method, record=False), []
     with torch.no_grad():
         logits = [model(input_ids=ids, past_key_values=cache, logits_to_keep=1).logits[0, -1]]
         for token in new.split(1, dim=1):
             logits.append(model(input_ids=token, past_key_values=cache).logits[0, -1])
-            seen.append(cache.layers[0].held)
-    return torch.stack(logits), seen, cache
+            widths.append(cache.layers[0].held)
+    return torch.stack(logits), widths, cache
 
 
 def test_computed_tokens_far_behind_leave_the_columns(early, model, tmp_path):
     ids, new = prompt(TOKENS), prompt(150, seed=8)
     with KVStore(tmp_path, engine="posix") as store:
         fill(store, model, ids, METHOD)
-        _, seen, cache = attended(model, store, question(ids), METHOD, new)
-    held = METHOD.token_budget(TOKENS)
-    assert cache.get_seq_length() == TOKENS + 24 + 150 and max(seen) <= held + 16 + 32 + 1
+        _, widths, cache = attended(model, store, question(ids), METHOD, new)
+    budget = METHOD.token_budget(TOKENS)
+    assert cache.get_seq_length() == TOKENS + 24 + 150 and max(widths) <= budget + 16 + 32 + 1
     assert cache.layers[0]._rows[0].offloaded.keys.shape[1] == (24 + 150 - 16) // 32 * 32 // 8
 
 
@@ -449,18 +449,18 @@ def test_what_has_left_comes_back_as_it_was(family, early, tmp_path, steps):
     with KVStore(tmp_path, engine="posix") as store:
         fill(store, model, ids, few)
         attended(model, store, question(ids), few, new)
-    held, first, came = few.token_budget(96), 96 // 8, 0
-    span = few.selector().span(96, held)
+    budget, first, came = few.token_budget(96), 96 // 8, 0
+    span = few.selector().span(96, budget)
     own = {layer: [] for layer, *_ in steps}  # of each step the first computed token in its columns, and those columns
     for layer, (row,), _, keys, _ in steps:
-        tail = keys[0, :, held:]
+        tail = keys[0, :, budget:]
         own[layer].append((24 + 1 + len(own[layer]) - tail.shape[1], tail))
         for head, chunks in enumerate(row):
             for column, chunk in enumerate(chunks.tolist()):
                 if chunk >= first:
                     token, at = (chunk - first) * 8, span.first + column * 8
-                    start, then = next((n, t) for n, t in own[layer] if n <= token and token + 8 <= n + t.shape[1])
-                    expected = then[head, token - start : token - start + 8]
+                    start, columns = next((n, t) for n, t in own[layer] if n <= token and token + 8 <= n + t.shape[1])
+                    expected = columns[head, token - start : token - start + 8]
                     torch.testing.assert_close(keys[0, head, at : at + 8], expected, rtol=0, atol=0)
                     came += 1
     assert came
@@ -473,14 +473,14 @@ def test_twins_batches_and_beams_grow(early, model, tmp_path):
         rows = question(ids).repeat(2, 1)
         kwargs = {"do_sample": False, "max_new_tokens": 36}
         cache = TieredCache(model, store, method=METHOD, record=False)
-        both = model.generate(rows, past_key_values=cache, **kwargs)
+        outputs = model.generate(rows, past_key_values=cache, **kwargs)
         assert cache.layers[0]._rows[0].offloaded is not None
         cache = TieredCache(model, store, method=METHOD, record=False)
-        one = model.generate(question(ids), past_key_values=cache, **kwargs)
-        assert torch.equal(both[0], both[1]) and torch.equal(both[:1], one)
+        single = model.generate(question(ids), past_key_values=cache, **kwargs)
+        assert torch.equal(outputs[0], outputs[1]) and torch.equal(outputs[:1], single)
         caches = [TieredCache(model, store, method=METHOD, record=False) for _ in range(2)]
-        found = [model.generate(question(ids), past_key_values=beams, num_beams=2, **kwargs) for beams in caches]
-        assert torch.equal(*found) and found[0].shape == one.shape
+        beam_outputs = [model.generate(question(ids), past_key_values=beams, num_beams=2, **kwargs) for beams in caches]
+        assert torch.equal(*beam_outputs) and beam_outputs[0].shape == single.shape
 
 
 @pytest.mark.parametrize("when", some([33, 40]))
@@ -489,8 +489,8 @@ def test_an_interrupt_around_growing_changes_nothing(when, early, model, tmp_pat
     last = model.config.num_hidden_layers - 1
     struck = []
 
-    def interrupted(self, layer, *rest, real=DecodeSelection.reselect):
-        real(self, layer, *rest)
+    def interrupted(self, layer, *args, real=DecodeSelection.reselect):
+        real(self, layer, *args)
         if layer == last and not struck and cache.get_seq_length() >= TOKENS + 24 + when:
             struck.append(layer)
             raise KeyboardInterrupt
@@ -501,15 +501,15 @@ def test_an_interrupt_around_growing_changes_nothing(when, early, model, tmp_pat
         monkeypatch.setattr(DecodeSelection, "reselect", interrupted)
         cache = TieredCache(model, store, method=METHOD, record=False)
         with torch.no_grad():
-            found = [model(input_ids=question(ids), past_key_values=cache, logits_to_keep=1).logits[0, -1]]
+            logits = [model(input_ids=question(ids), past_key_values=cache, logits_to_keep=1).logits[0, -1]]
             for token in way.split(1, dim=1):
                 try:
                     output = model(input_ids=token, past_key_values=cache)
                 except KeyboardInterrupt:
                     output = model(input_ids=token, past_key_values=cache)
-                found.append(output.logits[0, -1])
+                logits.append(output.logits[0, -1])
     assert struck
-    torch.testing.assert_close(torch.stack(found), expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(torch.stack(logits), expected, rtol=0, atol=1e-4)
 
 
 def test_a_conversation_goes_on_in_the_cache_and_out_of_the_store(model, tmp_path):
@@ -522,9 +522,9 @@ def test_a_conversation_goes_on_in_the_cache_and_out_of_the_store(model, tmp_pat
         model.generate(again, past_key_values=cache, **GREEDY)
         assert cache.stats.details.tokens_kept == answered.sequences.shape[1] - 1
     with KVStore(tmp_path, engine="posix") as store:
-        _, other = ask(model, store, again, METHOD)
-        assert other.stats.tokens_restored == TOKENS
-        assert other.stats.tokens_computed == again.shape[1] - TOKENS + answered.sequences.shape[1] - TOKENS - 24 - 1
+        _, newer = ask(model, store, again, METHOD)
+        assert newer.stats.tokens_restored == TOKENS
+        assert newer.stats.tokens_computed == again.shape[1] - TOKENS + answered.sequences.shape[1] - TOKENS - 24 - 1
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8, 16])
@@ -533,12 +533,12 @@ def test_chunks_of_all_heads_are_rows_of_one_matrix(size):
     buffer = KVBuffer()
     for count in (101, 7, 350):
         buffer.extend(torch.empty(2, 3, 1, 5), torch.empty(2, 3, 1, 8), count)
-        for held in buffer._views():
-            held.copy_(torch.arange(held.numel()).view(held.shape))
+        for view in buffer._views():
+            view.copy_(torch.arange(view.numel()).view(view.shape))
             span = Span(tokens=1000, first=16, last=21, chunks=64 // size, chunk_tokens=size)
-            rows, apart = decode._chunk_rows(held[1], span.first, span.chunks, size)
+            rows, apart = decode._chunk_rows(view[1], span.first, span.chunks, size)
             for head in range(3):
                 for chunk in range(span.chunks):
                     first = span.first + chunk * size
-                    expected = held[1, head, first : first + size].flatten()
+                    expected = view[1, head, first : first + size].flatten()
                     assert rows[head * apart + chunk].tolist() == expected.tolist()

@@ -53,8 +53,8 @@ def chosen(monkeypatch):
     noted: list[np.ndarray] = []
 
     def noting(choose):
-        def note(self, asked):
-            choice = choose(self, asked)
+        def note(self, request):
+            choice = choose(self, request)
             noted.append(choice.tokens)
             return choice
 
@@ -88,8 +88,8 @@ def test_a_whole_budget_is_the_exact_method(family, store):
     model, ids = build(family), prompt(PREFIX)
     store.precompute(model, ids, method=METHOD, progress=False)  # of any attention: it is exact
     exact, _ = ask(model, store, question(ids), None)
-    ours, cache = ask(model, store, question(ids), replace(METHOD, budget=1.0))
-    assert_same(ours, exact)
+    output, cache = ask(model, store, question(ids), replace(METHOD, budget=1.0))
+    assert_same(output, exact)
     assert cache.stats.tokens_attended == cache.stats.tokens_restored > 0
 
 
@@ -115,43 +115,43 @@ def attends_to_what_was_chosen(model, method, store, chosen):
     """Assert bits equal to a DynamicCache with the selected tokens only, at their own positions."""
     ids = prompt(PREFIX)
     fill(store, model, ids, method)
-    whole = question(ids)
-    ours, cache = ask(model, store, whole, method)
+    full_ids = question(ids)
+    output, cache = ask(model, store, full_ids, method)
     stats = cache.stats
-    restored = stats.tokens_restored
-    assert stats.tokens_attended == 48 < restored == 192  # a quarter
-    kept, stored = DynamicCache(config=model.config), kv_of(model, ids)
+    tokens_restored = stats.tokens_restored
+    assert stats.tokens_attended == 48 < tokens_restored == 192  # a quarter
+    reference, stored = DynamicCache(config=model.config), kv_of(model, ids)
     selector = method.selector()
-    periods = in_groups(range(len(kept.layers)), selector.period, selector.solo_layers)
+    periods = in_groups(range(len(reference.layers)), selector.period, selector.solo_layers)
     assert len(chosen) == len(periods)
     choice_of = {layer: choice for period, choice in zip(periods, chosen, strict=True) for layer in period}
-    for number, (layer, kv) in enumerate(zip(kept.layers, stored, strict=True)):
+    for number, (layer, kv) in enumerate(zip(reference.layers, stored, strict=True)):
         heads = kv[0].shape[1]
         tokens = torch.from_numpy(choice_of[number]).expand(heads, -1)  # [kv_heads, chosen]
         put(layer, *(tensor[:, torch.arange(heads).unsqueeze(1), tokens] for tensor in kv))
-    logits, ids, position = [], whole[:, restored:], restored
+    logits, ids, position = [], full_ids[:, tokens_restored:], tokens_restored
     with torch.no_grad():
         for _ in range(NEW):
             positions = torch.arange(position, position + ids.shape[1]).unsqueeze(0)
             logits.append(
-                model(input_ids=ids, position_ids=positions, past_key_values=kept, logits_to_keep=1).logits[:, -1]
+                model(input_ids=ids, position_ids=positions, past_key_values=reference, logits_to_keep=1).logits[:, -1]
             )
             position += ids.shape[1]
             ids = logits[-1].argmax(-1, keepdim=True)
-    for a, b in zip(ours.logits, logits, strict=True):
+    for a, b in zip(output.logits, logits, strict=True):
         assert torch.equal(a, b), f"logits differ by {(a - b).abs().max()}"
 
 
 def test_the_choice_is_by_the_attention_of_the_first_layer(model, store, chosen):
     ids = prompt(PREFIX)
     fill(store, model, ids)
-    whole = question(ids)
-    _, cache = ask(model, store, whole)
-    restored = cache.stats.tokens_restored
+    full_ids = question(ids)
+    _, cache = ask(model, store, full_ids)
+    tokens_restored = cache.stats.tokens_restored
     eager = build("qwen2", attn_implementation="eager")
     with torch.no_grad():
-        weights = eager(input_ids=whole, output_attentions=True).attentions[0]
-    by_chunk = weights[0, :, restored:, :restored].sum((0, 1)).view(-1, 16).sum(1)
+        weights = eager(input_ids=full_ids, output_attentions=True).attentions[0]
+    by_chunk = weights[0, :, tokens_restored:, :tokens_restored].sum((0, 1)).view(-1, 16).sum(1)
     best = by_chunk.topk(3).indices.sort().values
     assert chosen[0][0].tolist() == [16 * int(chunk) + i for chunk in best for i in range(16)]
 
@@ -160,14 +160,14 @@ def test_the_choice_is_by_the_attention_of_the_first_layer(model, store, chosen)
 def test_layers_with_a_window_keep_all_of_it(family, store):
     model, ids = build(family), prompt(PREFIX)
     fill(store, model, ids)
-    ours, cache = ask(model, store, question(ids))
+    output, cache = ask(model, store, question(ids))
     exact, _ = ask(model, store, question(ids), None)
     windows = [layer.window for layer in cache.layers]
-    assert all(windows) or not torch.equal(ours.logits[0], exact.logits[0])
+    assert all(windows) or not torch.equal(output.logits[0], exact.logits[0])
     for layer, window in zip(cache.layers, windows, strict=True):
         total = PREFIX + 24 + NEW - 1
-        held = layer.keys.shape[2]
-        assert held == (min(window - 1, total) if window else 48 + total - 192)
+        width = layer.keys.shape[2]
+        assert width == (min(window - 1, total) if window else 48 + total - 192)
         assert layer.get_seq_length() == total
 
 
@@ -185,8 +185,8 @@ def test_prefetched_or_not_cold_or_warm_is_all_the_same(method, model, tmp_path)
                     own = replace(method, ahead_bytes=ahead)
                     results[memory, ahead, turn] = ask(model, store, question(ids), own)
     first, _ = results["0", 0, "cold"]
-    for ours, _ in results.values():
-        assert_same(ours, first)
+    for output, _ in results.values():
+        assert_same(output, first)
     assert results["64MiB", 0, "warm"][1].stats.bytes_read == 0
     assert results["0", 0, "warm"][1].stats.bytes_read > 0
 
@@ -212,17 +212,17 @@ def test_every_byte_read_is_accounted_for(tmp_path, ahead):
 def test_rows_that_share_a_prefix_read_it_once(tmp_path):
     """Rows with different padding are restored separately, but read once."""
     model, ids = build("qwen2", hidden_size=256, num_attention_heads=4, num_key_value_heads=2), prompt(PREFIX)
-    read = []
+    bytes_identifying = []
     rows = [question(ids), question(ids, tokens=20)]
     length = max(row.shape[1] for row in rows)
     batch = torch.cat([torch.nn.functional.pad(row, (length - row.shape[1], 0)) for row in rows])
     mask = torch.cat([torch.nn.functional.pad(torch.ones_like(row), (length - row.shape[1], 0)) for row in rows])
     with KVStore(tmp_path, engine="posix", host_memory=0) as store:
         fill(store, model, ids)
-        for asked, masks in ((rows[0], torch.ones_like(rows[0])), (batch, mask)):
-            _, cache = ask(model, store, asked, attention_mask=masks)
-            read.append(cache.stats.details.bytes_identifying)
-    assert read[0] == read[1] > 0
+        for batch_ids, masks in ((rows[0], torch.ones_like(rows[0])), (batch, mask)):
+            _, cache = ask(model, store, batch_ids, attention_mask=masks)
+            bytes_identifying.append(cache.stats.details.bytes_identifying)
+    assert bytes_identifying[0] == bytes_identifying[1] > 0
 
 
 def test_a_resident_index_reads_nothing_once_it_is_there(model, tmp_path, chosen):
@@ -250,17 +250,17 @@ def test_an_index_outlives_the_process(tmp_path):
     ids, method = prompt(PREFIX), replace(METHOD, identify="index")
     with KVStore(tmp_path, engine="posix", host_memory=0) as store:
         fill(store, model, ids, method)
-        first, made = ask(model, store, question(ids[:, :100]), method)  # a part of the segment: of all of it is made
+        first, writer = ask(model, store, question(ids[:, :100]), method)  # a part of the segment: of all of it is made
     with KVStore(tmp_path, engine="posix", host_memory=0) as store:
-        again, found = ask(model, store, question(ids[:, :100]), method)
+        again, reader = ask(model, store, question(ids[:, :100]), method)
         _, longer = ask(model, store, question(ids), method)
     assert_same(again, first)
     heads, dim, layers = 2, 16, 6
     coded = layers // 2 * heads * 192 * (dim + 4)  # of a layer in two, eight bits a value and a scale
-    assert made.stats.details.bytes_identifying > coded
-    assert found.stats.details.bytes_identifying == coded
+    assert writer.stats.details.bytes_identifying > coded
+    assert reader.stats.details.bytes_identifying == coded
     assert longer.stats.details.bytes_identifying == 0
-    assert found.stats.details.index_seconds == 0
+    assert reader.stats.details.index_seconds == 0
 
 
 def test_precomputed_prompts_have_their_index(model, tmp_path):
@@ -299,29 +299,29 @@ def test_the_index_stays_within_its_budget(model, tmp_path):
 def test_an_index_without_room_says_so(model, tmp_path, caplog, method, batch):
     """The reason also says that each request reads the index again."""
     ids = prompt(PREFIX, rows=batch, seed=3)
-    asked = torch.cat([ids, prompt(24, rows=batch, seed=5)], dim=1)
-    said = "does not fit into index_memory ({}), so each request reads it from disk again; open the store with a larger"
+    batch_ids = torch.cat([ids, prompt(24, rows=batch, seed=5)], dim=1)
+    text = "does not fit into index_memory ({}), so each request reads it from disk again; open the store with a larger"
     for row in ids:
         with KVStore(tmp_path, engine="posix") as store:
             store.precompute(model, row[None], method=method, progress=False)
     with KVStore(tmp_path, engine="posix") as store:
-        need = ask(model, store, asked, method)[1].stats.details.index_bytes
+        need = ask(model, store, batch_ids, method)[1].stats.details.index_bytes
         assert need == store.stats.index.bytes
-    for room, why in ((need, ""), (need - 1, said.format(format_bytes(need - 1))), (1, said.format("1 Byte")), (0, "")):
+    for room, why in ((need, ""), (need - 1, text.format(format_bytes(need - 1))), (1, text.format("1 Byte")), (0, "")):
         caplog.clear()
         with KVStore(tmp_path, engine="posix", index_memory=room, policy=method.policy) as store:
-            requests = [ask(model, store, asked, method)[1].stats for _ in range(3)]
+            requests = [ask(model, store, batch_ids, method)[1].stats for _ in range(3)]
             assert bool(store.stats.evicted_indexes) == (room < need)
         for stats in requests:
             assert stats.tokens_restored == batch * 192
             assert why in stats.reason and bool(stats.reason) == bool(why)
             assert (stats.details.index_bytes, list(stats.reasons.values())) == (need, [1] * bool(why))
-        read = [stats.details.bytes_identifying for stats in requests]
-        assert read[0] >= need
+        key_bytes = [stats.details.bytes_identifying for stats in requests]
+        assert key_bytes[0] >= need
         if room == need - 1:  # of two segments memory keeps the index of one
-            assert all(read[0] // batch <= again <= read[0] for again in read[1:])
+            assert all(key_bytes[0] // batch <= again <= key_bytes[0] for again in key_bytes[1:])
         else:
-            assert read == ([read[0], 0, 0] if room == need else 3 * read[:1])
+            assert key_bytes == ([key_bytes[0], 0, 0] if room == need else 3 * key_bytes[:1])
         assert caplog.text.count("index_memory") == 2 * bool(why)  # the sentence names it twice
 
 
@@ -353,23 +353,23 @@ def test_h2o_reads_all_keys_and_the_values_of_what_it_chose(tmp_path):
 def test_a_head_reads_blocks_of_its_own_tokens_alone(tmp_path, chosen):
     model, ids = build("qwen2", hidden_size=256, num_attention_heads=4, num_key_value_heads=4), prompt(PREFIX)
     layers, token = model.config.num_hidden_layers, 64 * 4  # bytes of a token's key, or value, in one head
-    wanted: dict[str, list] = {}
-    read = {}
+    blocks: dict[str, list] = {}
+    stats_by_name = {}
     for name, heads in (("together", None), ("apart", 1)):
         method = H2O(budget=0.05, geometry=Geometry(16, 1, heads_per_block=heads, split_kv=True))
         chosen.clear()
         with KVStore(tmp_path / name, engine="posix", host_memory=0) as store:
             fill(store, model, ids, method)
-            read[name] = ask(model, store, question(ids), method)[1].stats
-        wanted[name] = [[np.unique(tokens // 16) for tokens in sets] for sets in chosen]
-    for name, stats in read.items():
+            stats_by_name[name] = ask(model, store, question(ids), method)[1].stats
+        blocks[name] = [[np.unique(tokens // 16) for tokens in sets] for sets in chosen]
+    for name, stats in stats_by_name.items():
         values = sum(
             sum(map(len, sets)) if name == "apart" else len(np.unique(np.concatenate(sets))) * len(sets)
-            for sets in wanted[name]
+            for sets in blocks[name]
         )  # blocks of one head, or as many bytes
         assert stats.disk.bytes == layers * 192 * 4 * token + values * 16 * token
         assert stats.details.bytes_used == layers * 4 * 2 * 9 * token  # nine tokens of each head
-    assert read["apart"].disk.bytes < read["together"].disk.bytes
+    assert stats_by_name["apart"].disk.bytes < stats_by_name["together"].disk.bytes
 
 
 def test_layers_of_a_block_that_another_period_serves_are_read_for_nothing(tmp_path, chosen):
@@ -382,8 +382,8 @@ def test_layers_of_a_block_that_another_period_serves_are_read_for_nothing(tmp_p
         method = replace(METHOD, period=1, ahead_bytes=0)
         stats = ask(model, store, question(ids), method)[1].stats
     assert stats.details.bytes_used == layers * 3 * block
-    read = stats.bytes_read - stats.details.bytes_identifying
-    assert stats.read_amplification == read / stats.details.bytes_used > 1.5
+    selected_bytes = stats.bytes_read - stats.details.bytes_identifying
+    assert stats.read_amplification == selected_bytes / stats.details.bytes_used > 1.5
 
 
 def test_a_geometry_that_does_not_fit_is_said_once(model, store, caplog):
@@ -406,16 +406,16 @@ def test_a_geometry_that_fits_is_not_spoken_of(model, store, caplog):
 def test_impress_reads_only_its_probes_where_they_agree(tmp_path):
     model, ids = build("qwen2", hidden_size=256, num_attention_heads=4, num_key_value_heads=4), prompt(PREFIX)
     agree, differ = (Impress(budget=0.05, probe_heads=2, chunk_tokens=16, alpha=alpha) for alpha in (1e4, 0))
-    read = {}
+    stats_by_name = {}
     for name, method in (("agree", agree), ("differ", differ)):
         with KVStore(tmp_path / name, engine="posix", host_memory=0) as store:
             fill(store, model, ids, method)
-            read[name] = ask(model, store, question(ids), method)[1].stats
+            stats_by_name[name] = ask(model, store, question(ids), method)[1].stats
     layers, size = model.config.num_hidden_layers, 64 * 4
-    agreed, probes = read["agree"], layers * 192 * 2 * size  # the keys of two heads
+    agreed, probes = stats_by_name["agree"], layers * 192 * 2 * size  # the keys of two heads
     assert 0 < agreed.details.bytes_identifying < probes  # those of chosen chunks are attended to
     assert agreed.bytes_read < probes + layers * 192 * 6 * size * 0.9  # and of the rest chosen chunks alone
-    assert read["differ"].bytes_read > layers * 192 * 4 * size  # the keys of all four
+    assert stats_by_name["differ"].bytes_read > layers * 192 * 4 * size  # the keys of all four
 
 
 @pytest.mark.parametrize("alpha", [1e4, 0], ids=["agree", "differ"])
@@ -446,14 +446,14 @@ def test_what_choices_are_made_from_is_known_as_needed_whole(tmp_path):
             (row,) = store.segments()
             groups = _block_groups(store)
             if method is METHOD:
-                asked = [group for group in groups if group.identifies]
+                sources = [group for group in groups if group.identifies]
             else:
-                asked = [group for group in groups if {(p.tensor, p.first_head) for p in group.parts} == {("key", 0)}]
-            assert len(asked) >= 3
-            for group in asked:
+                sources = [group for group in groups if {(p.tensor, p.first_head) for p in group.parts} == {("key", 0)}]
+            assert len(sources) >= 3
+            for group in sources:
                 importance, accesses = scores.of((row.id, group.index), np.arange(12))
                 assert (accesses == 3).all()
-                highest = max(scores.of((row.id, other.index), np.arange(12))[0].max() for other in groups)
+                highest = max(scores.of((row.id, other_group.index), np.arange(12))[0].max() for other_group in groups)
                 assert (importance > 0).all()
                 assert importance.min() >= (1 if method is not METHOD else 0.5 * highest)
 
@@ -479,8 +479,8 @@ def test_baselines(model, store):
     ids = prompt(PREFIX)
     fill(store, model, ids, AttentionStore())
     plain = model.generate(question(ids), past_key_values=DynamicCache(), **GREEDY)
-    nothing, cache = ask(model, store, question(ids), Recompute())
-    assert_same(nothing, plain)
+    output, cache = ask(model, store, question(ids), Recompute())
+    assert_same(output, plain)
     assert cache.stats.tokens_restored == 0
     exact, _ = ask(model, store, question(ids), None)
     everything, cache = ask(model, store, question(ids), AttentionStore())
@@ -496,14 +496,14 @@ def test_rows_choose_for_themselves(model, store, chosen):
     length = max(row.shape[1] for row in rows)
     batch = torch.cat([torch.nn.functional.pad(row, (length - row.shape[1], 0)) for row in rows])
     mask = torch.cat([torch.nn.functional.pad(torch.ones_like(r), (length - r.shape[1], 0)) for r in rows])
-    ours, _ = ask(model, store, batch, attention_mask=mask)
+    output, _ = ask(model, store, batch, attention_mask=mask)
     together = [tokens.tolist() for tokens in chosen]
     chosen.clear()
     for number, row in enumerate(rows):
         alone, _ = ask(model, store, row)
         assert [t.tolist() for t in chosen] == together[number :: len(rows)]
         chosen.clear()
-        for a, b in zip(ours.logits, alone.logits, strict=True):
+        for a, b in zip(output.logits, alone.logits, strict=True):
             assert torch.allclose(a[number], b[0], atol=2e-5)
     assert together[0] != together[1]
 
@@ -541,22 +541,22 @@ def test_the_most_attended_chunks_stay_in_memory(model, tmp_path):
     """One question is asked often, then others; its chunks are still in a small memory."""
     method = replace(METHOD, identify="index", ahead_bytes=0)
     documents = [prompt(PREFIX, seed=seed) for seed in (1, 2, 3)]
-    read = {}
+    bytes_read = {}
     for policy in ("lru", "attention"):
         with KVStore(tmp_path / policy, engine="posix", policy=policy, host_memory=0) as store:
             for ids in documents:
                 fill(store, model, ids)
                 ask(model, store, question(ids), method)  # its index is in memory from here on
-            (block_group, *others) = (block_group for block_group in _block_groups(store) if not block_group.identifies)
-            blocks = 3 * (1 + len(others))  # that a question attends to
+            (block_group, *groups) = (block_group for block_group in _block_groups(store) if not block_group.identifies)
+            blocks = 3 * (1 + len(groups))  # that a question attends to
             store._storage.residency.host._budget = (blocks * 3 // 2) * block_group.block_bytes + 4096
             for _ in range(4):
                 ask(model, store, question(documents[0]), method)
             for ids in documents[1:]:
                 ask(model, store, question(ids), method)
-            read[policy] = ask(model, store, question(documents[0]), method)[1].stats.bytes_read
-    assert read["attention"] == 0
-    assert read["lru"] > 0
+            bytes_read[policy] = ask(model, store, question(documents[0]), method)[1].stats.bytes_read
+    assert bytes_read["attention"] == 0
+    assert bytes_read["lru"] > 0
 
 
 def _block_groups(store):
@@ -582,9 +582,9 @@ def test_what_follows_a_choice_is_never_taken_for_exact(model, store):
 
 def test_an_empty_store_is_filled_exactly(model, store):
     ids = question(prompt(PREFIX))
-    ours, cache = ask(model, store, ids, record=True)
+    output, cache = ask(model, store, ids, record=True)
     plain = model.generate(ids, past_key_values=DynamicCache(), **GREEDY)
-    assert_same(ours, plain)
+    assert_same(output, plain)
     cache.store_now()
     store.flush()
     assert ask(model, store, ids, None)[1].stats.tokens_restored > 200
@@ -620,8 +620,8 @@ def test_a_damaged_block_is_computed_anew(model, store, identifies):
         data[start + chunk * block_group.block_bytes + 7] ^= 1
     path.write_bytes(data)
     store._storage.residency.clear()
-    ours, cache = ask(model, store, question(ids))
-    assert_same(ours, plain)
+    output, cache = ask(model, store, question(ids))
+    assert_same(output, plain)
     assert cache.stats.details.verification_failures and cache.stats.details.recomputed
     assert cache.stats.tokens_attended == 0
 
@@ -661,8 +661,8 @@ def test_settings_without_meaning_are_refused(arguments):
 
 
 def test_a_method_by_name_with_options():
-    found = make_method("contiguous_kv:budget=0.1:identify=keys:period=4")
-    assert found == ContiguousKV(budget=0.1, identify="keys", period=4)
+    method = make_method("contiguous_kv:budget=0.1:identify=keys:period=4")
+    assert method == ContiguousKV(budget=0.1, identify="keys", period=4)
     assert make_method("h2o").budget == H2O().budget
     assert make_method("h2o:policy=lru") == H2O(policy="lru")
     assert not make_method("impress:reorder=false").reorder
@@ -689,6 +689,6 @@ def test_other_ways_of_generating(model, store, mode):
         torch.manual_seed(3)
         settings = {"do_sample": False, "max_new_tokens": NEW} | mode
         cache = TieredCache(model, store, method=replace(METHOD, budget=budget))
-        found = model.generate(question(ids), past_key_values=cache, **settings)
-        assert found.shape[1] == PREFIX + 24 + NEW
+        output = model.generate(question(ids), past_key_values=cache, **settings)
+        assert output.shape[1] == PREFIX + 24 + NEW
         assert cache.stats.tokens_attended < cache.stats.tokens_restored
