@@ -34,7 +34,7 @@ _NOT_OURS = (
 
 def run(*command, cwd, **environment):
     """Run a program that must succeed and sees nothing of this checkout; return what it printed."""
-    done = subprocess.run(
+    process = subprocess.run(
         [str(part) for part in command],
         cwd=cwd,
         env=_environment() | environment,
@@ -45,16 +45,16 @@ def run(*command, cwd, **environment):
         timeout=280,
         check=False,
     )
-    assert done.returncode == 0, done.stdout
-    return done.stdout
+    assert process.returncode == 0, process.stdout
+    return process.stdout
 
 
 def run_forked(code, *, cwd):
     """Run code that must succeed and imports the package again, but not PyTorch; return what it printed."""
     command = [sys.executable, "-c", _WITHOUT_THE_PACKAGE + code]
-    done = processes.run(command, cwd=cwd, env=_environment(), capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    process = processes.run(command, cwd=cwd, env=_environment(), capture_output=True, text=True, timeout=280)
+    assert process.returncode == 0, process.stdout + process.stderr
+    return process.stdout
 
 
 def _environment():

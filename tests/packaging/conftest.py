@@ -14,11 +14,11 @@ def built(tmp_path_factory, worker_id) -> Built:
     shared = tmp_path_factory.getbasetemp()
     if worker_id != "master":
         shared = shared.parent  # of all workers
-    made = Built(shared / "built")
-    with FileLock(f"{made.folder}.lock"):
-        if not (made.folder / "ready").exists():
-            shutil.rmtree(made.folder, ignore_errors=True)  # another worker failed midway, and so shall this one
-            made.folder.mkdir()
-            made.make()
-            (made.folder / "ready").touch()
-    return made
+    artifacts = Built(shared / "built")
+    with FileLock(f"{artifacts.folder}.lock"):
+        if not (artifacts.folder / "ready").exists():
+            shutil.rmtree(artifacts.folder, ignore_errors=True)  # another worker failed midway, and so shall this one
+            artifacts.folder.mkdir()
+            artifacts.make()
+            (artifacts.folder / "ready").touch()
+    return artifacts

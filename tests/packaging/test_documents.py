@@ -31,10 +31,10 @@ def test_the_readmes_links_hold_where_it_is_shown_without_the_repository():
     headings = re.findall(r"^#+ (.*)$", (ROOT / "README.md").read_text(encoding="utf-8"), re.M)
     anchors = {"#" + heading.lower().replace(" ", "-") for heading in headings}
     assert [link for link in links if "://" not in link and link not in anchors] == []
-    here = [
+    own_paths = [
         link.removeprefix(files).partition("#")[0] for link in links if link.startswith(project["urls"]["Homepage"])
     ]
-    assert [path for path in here if not (ROOT / path).exists()] == []
+    assert [path for path in own_paths if not (ROOT / path).exists()] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())

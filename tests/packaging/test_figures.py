@@ -34,16 +34,16 @@ def mean_of(rows: list[dict], figure: str) -> float:
 
 def prefix() -> str:
     def figures(name: str) -> tuple[str, str, str, str]:
-        disk, computed, memory = (
+        disk, recompute, memory = (
             median(at_4096(bench(name)["results"])[key]) for key in ("disk_s", "recompute_s", "dynamic_s")
         )
         ratio = bench(name)["headline"]["recompute / disk at 4k"]
-        return seconds(disk), seconds(computed), f"{ratio:.0f} ×", seconds(memory)
+        return seconds(disk), seconds(recompute), f"{ratio:.0f} ×", seconds(memory)
 
-    disk, computed, ratio, memory = figures("prefix-smollm2-135m-float32-cpu")
-    text = f"{disk}, recomputed {computed} ({ratio}), `DynamicCache` in memory {memory}. "
-    disk, computed, ratio, memory = figures("prefix-qwen2.5-0.5b-float32-cpu")
-    return text + f"Shape of Qwen2.5-0.5B: {disk}, {computed} ({ratio}), {memory}"
+    disk, recompute, ratio, memory = figures("prefix-smollm2-135m-float32-cpu")
+    text = f"{disk}, recomputed {recompute} ({ratio}), `DynamicCache` in memory {memory}. "
+    disk, recompute, ratio, memory = figures("prefix-qwen2.5-0.5b-float32-cpu")
+    return text + f"Shape of Qwen2.5-0.5B: {disk}, {recompute} ({ratio}), {memory}"
 
 
 def on_a_gpu() -> str:
@@ -52,17 +52,17 @@ def on_a_gpu() -> str:
     for row in rows:
         if row["stage"] == "prefix qwen2.5-7b" and row.get("prefix") == 16384 and "seconds" in row:
             times.setdefault(row["what"], []).append(row["seconds"])
-    host, computed, disk, memory = (median(times[what]) for what in ("host", "computed", "disk", "DynamicCache"))
+    host, compute, disk, memory = (median(times[name]) for name in ("host", "computed", "disk", "DynamicCache"))
     return (
-        f"{seconds(host)} from host memory, recomputed {seconds(computed)} ({computed / host:.0f} ×), {seconds(disk)} "
+        f"{seconds(host)} from host memory, recomputed {seconds(compute)} ({compute / host:.0f} ×), {seconds(disk)} "
         f"from a disk of 1.8 GB/s, `DynamicCache` in memory {seconds(memory)}"
     )
 
 
 def budget(folder: str, text: str) -> str:
-    ours, peers = evaluated(folder, variant="contiguous_kv@0.1"), evaluated(folder, variant="h2o@0.1")
-    figures = [(f"{mean_of(rows, 'top1'):.0f} %", f"{mean_of(rows, 'kl'):.2f}") for rows in (ours, peers)]
-    assert f"{mean_of(ours, 'brought'):.0f} %" == "10 %"
+    contiguous, peers = evaluated(folder, variant="contiguous_kv@0.1"), evaluated(folder, variant="h2o@0.1")
+    figures = [(f"{mean_of(rows, 'top1'):.0f} %", f"{mean_of(rows, 'kl'):.2f}") for rows in (contiguous, peers)]
+    assert f"{mean_of(contiguous, 'brought'):.0f} %" == "10 %"
     return text.format(*figures[0], f"{mean_of(peers, 'brought'):.0f} %", *figures[1])
 
 
@@ -92,11 +92,11 @@ def batching() -> str:
 
 def remote() -> str:
     requests = at_4096(bench("remote-qwen2.5-0.5b-4l-float32-cpu")["results"])["requests"]
-    redis, mooncake, s3, computed = (
+    redis, mooncake, s3, recompute = (
         seconds(median(request["ttft_s"] for request in requests[name]))
         for name in ("redis", "mooncake", "s3", "recompute")
     )
-    return f"first token {redis} from Redis, {mooncake} from Mooncake, {s3} from S3; recomputed {computed}"
+    return f"first token {redis} from Redis, {mooncake} from Mooncake, {s3} from S3; recomputed {recompute}"
 
 
 def resumed() -> str:

@@ -78,10 +78,10 @@ def test_the_source_distribution_holds_every_file_of_the_repository(built):
     if listed.returncode:
         pytest.skip("this is no git checkout")
     tracked = {name for name in listed.stdout.splitlines() if (ROOT / name).is_file()}
-    held = names_in(built.sdist)
+    names = names_in(built.sdist)
     outside = {name for name in tracked if name.startswith((".github/", ".gitignore", ".pre-commit"))}
-    assert tracked - held == outside
-    assert modules_of_the_tree() <= held
+    assert tracked - names == outside
+    assert modules_of_the_tree() <= names
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ def site(tmp_path_factory) -> Path:
     for package in ("mkdocs", "material", "mkdocstrings", "mkdocstrings_handlers.python"):
         pytest.importorskip(package, reason="install the extra docs: pip install '.[docs]'")
     folder = tmp_path_factory.mktemp("site")
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
         cwd=ROOT,
         env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
@@ -34,7 +34,7 @@ def site(tmp_path_factory) -> Path:
         text=True,
         timeout=240,
     )
-    assert done.returncode == 0, done.stderr
+    assert process.returncode == 0, process.stderr
     return folder
 
 
@@ -54,8 +54,8 @@ def test_every_public_name_is_described(site):
     assert {f"hf_tiered_cache.errors.{name}" for name in names} <= described(site, "api-errors")
     of_methods = set(hf_tiered_cache.methods.__all__)
     assert {f"hf_tiered_cache.methods.{name}" for name in of_methods} <= described(site, "api-methods")
-    others = set(hf_tiered_cache.__all__) - names - of_methods
-    assert {f"hf_tiered_cache.{name}" for name in others} <= described(site, "api")
+    other_names = set(hf_tiered_cache.__all__) - names - of_methods
+    assert {f"hf_tiered_cache.{name}" for name in other_names} <= described(site, "api")
     of_bases = {"KVStore.verify", "TieredCache.fork", "TieredCache.suspend"}  # also members that a class inherits
     assert {f"hf_tiered_cache.{name}" for name in of_bases} <= described(site, "api")
 
