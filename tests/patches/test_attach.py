@@ -90,17 +90,17 @@ def test_importing_patches_nothing():
 
 def test_two_models_of_one_family_do_not_disturb_each_other(tmp_path):
     """They share the modelling code that is patched; either may be detached first."""
-    one, two = build("llama", seed=1), build("llama", seed=2)  # imports the module, not yet patched
+    first, second = build("llama", seed=1), build("llama", seed=2)  # imports the module, not yet patched
     function = sys.modules["transformers.models.llama.modeling_llama"].apply_rotary_pos_emb
     with KVStore(tmp_path) as store:
-        for model in (one, two):
+        for model in (first, second):
             model.generate(prompt(60), past_key_values=TieredCache(model, store), **GREEDY)
-        detach(one)
-        cache = TieredCache(two, store)
-        ours = two.generate(prompt(60), past_key_values=cache, **GREEDY)
+        detach(first)
+        cache = TieredCache(second, store)
+        output = second.generate(prompt(60), past_key_values=cache, **GREEDY)
         assert cache.stats.tokens_restored > 0
-        assert torch.equal(ours, two.generate(prompt(60), **GREEDY))
-        detach(two)
+        assert torch.equal(output, second.generate(prompt(60), **GREEDY))
+        detach(second)
     assert sys.modules["transformers.models.llama.modeling_llama"].apply_rotary_pos_emb is function
 
 
@@ -120,10 +120,10 @@ def test_either_name_of_the_argument_takes_the_cache_without_a_warning(tmp_path,
     before = model.generate(ids, **GREEDY)
     with KVStore(tmp_path) as store, torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("error", FutureWarning)
-        for restored in (0, 32):
+        for tokens_restored in (0, 32):
             cache = TieredCache(model, store)
             assert torch.equal(model.generate(ids, **{name: cache}, **GREEDY), before)
-            assert cache.stats.tokens_restored == restored
+            assert cache.stats.tokens_restored == tokens_restored
         cache = TieredCache(model, store)
         model(ids, **{name: cache}, logits_to_keep=1)
         assert cache.stats.tokens_restored == 32
@@ -151,9 +151,9 @@ def test_positional_arguments_are_understood(tmp_path):
         store.precompute(model, prompt(60), progress=False)
         mask = torch.ones(1, 60, dtype=torch.int64)
         cache = TieredCache(model, store)
-        ours = model(prompt(60), mask, None, cache, logits_to_keep=1).logits
+        logits = model(prompt(60), mask, None, cache, logits_to_keep=1).logits
         assert cache.stats.tokens_restored == 48
-        torch.testing.assert_close(ours, model(prompt(60)).logits[:, -1:], rtol=0, atol=1e-5)
+        torch.testing.assert_close(logits, model(prompt(60)).logits[:, -1:], rtol=0, atol=1e-5)
 
 
 def test_a_deep_copy_of_an_attached_model_is_a_model_of_its_own(tmp_path):
@@ -176,28 +176,28 @@ def test_a_deep_copy_of_an_attached_model_is_a_model_of_its_own(tmp_path):
         )
 
 
-def replica(model, other):
+def replica(model, source_model):
     """Return a replica of a model with the weights of another one, as `nn.DataParallel` makes it for a device."""
     replicas = {module: module._replicate_for_data_parallel() for module in model.modules()}
-    for (module, made), source in zip(replicas.items(), other.modules(), strict=True):
-        made._modules = {name: replicas.get(child) for name, child in module._modules.items()}
+    for (module, twin), source in zip(replicas.items(), source_model.modules(), strict=True):
+        twin._modules = {name: replicas.get(child) for name, child in module._modules.items()}
         for name, parameter in source._parameters.items():
             if parameter is None:
-                made._parameters[name] = None
+                twin._parameters[name] = None
             else:
-                setattr(made, name, parameter.detach())
+                setattr(twin, name, parameter.detach())
     return replicas[model]
 
 
 def test_a_replica_of_an_attached_model_computes_with_its_own_weights():
-    model, other = build("llama"), build("llama", seed=2)
-    expected = other(prompt(20)).logits
+    model, other_model = build("llama"), build("llama", seed=2)
+    expected = other_model(prompt(20)).logits
     attach(model)
-    twin = replica(model, other)
+    twin = replica(model, other_model)
     assert attachment_of(twin) is None
     assert torch.equal(twin(prompt(20)).logits, expected)
     detach(model)
-    assert torch.equal(replica(model, other)(prompt(20)).logits, expected)
+    assert torch.equal(replica(model, other_model)(prompt(20)).logits, expected)
 
 
 def test_an_attached_model_can_be_saved_and_loaded(tmp_path):
@@ -217,11 +217,11 @@ def test_an_attached_model_can_be_exported():
 
 
 def test_a_cache_of_another_model_is_refused(tmp_path):
-    one, two = build("llama", seed=1), build("llama", seed=2)
+    first, second = build("llama", seed=1), build("llama", seed=2)
     with KVStore(tmp_path) as store:
-        attach(two)
+        attach(second)
         with pytest.raises(CacheMismatchError, match="another"):
-            two.generate(prompt(40), past_key_values=TieredCache(one, store), **GREEDY)
+            second.generate(prompt(40), past_key_values=TieredCache(first, store), **GREEDY)
 
 
 def test_a_cache_of_a_session_that_has_ended_is_refused_with_advice(store):
@@ -297,11 +297,11 @@ def test_compiled_models_fall_back(tmp_path, compiled, when):
         if when == "before":
             detach(model)
         cache = TieredCache(model, store) if when == "last" else None
-        made = compiled(model)
-        cache = cache or TieredCache(made, store)
-        assert torch.equal(made.generate(ids, past_key_values=cache, **GREEDY), expected)
+        compiled_model = compiled(model)
+        cache = cache or TieredCache(compiled_model, store)
+        assert torch.equal(compiled_model.generate(ids, past_key_values=cache, **GREEDY), expected)
         assert cache.stats.tokens_restored == 64
-        detach(made)
+        detach(compiled_model)
 
 
 class Calling(torch.nn.Module):
@@ -357,22 +357,22 @@ def test_a_compiled_model_stays_compiled_for_others():
 def test_compiled_models_in_several_threads_stay_compiled_afterwards(tmp_path):
     """Two passes overlap; after both, the compiler's stance is unchanged."""
     torch._dynamo.reset()
-    model, made = build("llama"), []
+    model, graphs = build("llama"), []
     attach(model)
-    one, other = attachment_of(model), attachment_of(model)
-    one.compiled = True
-    first, second = one.running_eagerly(), other.running_eagerly()
+    first_attachment, second_attachment = attachment_of(model), attachment_of(model)
+    first_attachment.compiled = True
+    first, second = first_attachment.running_eagerly(), second_attachment.running_eagerly()
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
     second.__exit__(None, None, None)
 
     def counting(graph, inputs):
-        made.append(graph)
+        graphs.append(graph)
         return graph.forward
 
     torch.compile(lambda x: x + 1, backend=counting)(torch.zeros(1))
-    assert len(made) == 1
+    assert len(graphs) == 1
 
 
 # --- what generate() does on the way to the model
@@ -394,11 +394,11 @@ def test_a_second_turn_in_other_modes(tmp_path, mode, family):
     model = build(family)
     with KVStore(tmp_path) as store:
         cache = TieredCache(model, store)
-        said = model.generate(prompt(60), past_key_values=cache, **GREEDY)
-        longer = torch.cat([said, prompt(30, seed=8)], dim=1)
-        ours = model.generate(longer, past_key_values=cache, **GREEDY | mode)
-        assert torch.equal(ours, model.generate(longer, **GREEDY))
-        assert cache.get_seq_length() == ours.shape[1] - 1
+        output = model.generate(prompt(60), past_key_values=cache, **GREEDY)
+        longer = torch.cat([output, prompt(30, seed=8)], dim=1)
+        longer_output = model.generate(longer, past_key_values=cache, **GREEDY | mode)
+        assert torch.equal(longer_output, model.generate(longer, **GREEDY))
+        assert cache.get_seq_length() == longer_output.shape[1] - 1
 
 
 def test_phi3_does_not_lose_its_cache_on_long_prompts(tmp_path):
@@ -413,11 +413,11 @@ def test_phi3_does_not_lose_its_cache_on_long_prompts(tmp_path):
     model = build("phi3", rope_parameters=rope, original_max_position_embeddings=80)
     ids = prompt(200)
     with KVStore(tmp_path) as store:
-        for restored in (0, 192):
+        for tokens_restored in (0, 192):
             cache = TieredCache(model, store)
-            ours = model.generate(ids, past_key_values=cache, **GREEDY)
-            assert torch.equal(ours, model.generate(ids, **GREEDY))
-            assert cache.stats.tokens_restored == restored
+            output = model.generate(ids, past_key_values=cache, **GREEDY)
+            assert torch.equal(output, model.generate(ids, **GREEDY))
+            assert cache.stats.tokens_restored == tokens_restored
             del cache
 
 

@@ -94,18 +94,18 @@ POSITIONS = [double_positions, double_positions_in_place, shift_positions, group
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("change", [unchanged, wrap, hook, hook_in_place, *POSITIONS, scale_keys, zero_one])
 def test_keys_of_a_changed_rotation_are_restored_right(change, mode, tmp_path, monkeypatch):
-    model, ids, taken, take = build("llama", torch.float64, initializer_range=0.3), prompt(60), [], RotaryTap.take
+    model, ids, taps, take = build("llama", torch.float64, initializer_range=0.3), prompt(60), [], RotaryTap.take
     attach(model)
-    monkeypatch.setattr(RotaryTap, "take", lambda *args: taken.append(take(*args)) or taken[-1])
+    monkeypatch.setattr(RotaryTap, "take", lambda *args: taps.append(take(*args)) or taps[-1])
     with monkeypatch.context() as patches, KVStore(tmp_path, spot_checks=0.0) as store, mode():
         change(model, patches)
         expected = model(ids, logits_to_keep=1).logits
-        for restored in (0, 48):
+        for tokens_restored in (0, 48):
             cache = TieredCache(model, store, tag="changed")
-            found = model(ids, past_key_values=cache, logits_to_keep=1).logits
-            torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
-            assert cache.stats.tokens_restored == restored, cache.stats.reason
+            logits = model(ids, past_key_values=cache, logits_to_keep=1).logits
+            torch.testing.assert_close(logits, expected, rtol=0, atol=1e-9)
+            assert cache.stats.tokens_restored == tokens_restored, cache.stats.reason
             del cache
             store.flush()
-    assert {kv.position_independent for kv in taken} == {change is unchanged}
+    assert {kv.position_independent for kv in taps} == {change is unchanged}
     detach(model)

@@ -44,10 +44,10 @@ def test_folding_changes_only_rounding(family, batch, store, folded):
     mask[1:, :7] = 0
     plain = model.generate(ids, attention_mask=mask, past_key_values=DynamicCache(config=model.config), **GREEDY)
     cache = TieredCache(model, store, fold_heads=True)
-    ours = model.generate(ids, attention_mask=mask, past_key_values=cache, **GREEDY)
+    output = model.generate(ids, attention_mask=mask, past_key_values=cache, **GREEDY)
     assert len(folded) == (NEW - 1) * model.config.get_text_config().num_hidden_layers
-    assert torch.equal(ours.sequences, plain.sequences)
-    for a, b in zip(ours.logits, plain.logits, strict=True):
+    assert torch.equal(output.sequences, plain.sequences)
+    for a, b in zip(output.logits, plain.logits, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=2e-6)
 
 
@@ -99,13 +99,13 @@ def test_query_heads_share_keys_only_where_that_gives_the_same_bits(dtype, can_s
     module = SimpleNamespace(num_key_value_groups=2, is_causal=True)
     kernel = torch.nn.functional.scaled_dot_product_attention
 
-    def noting(query, keys, *others, **options):
+    def noting(query, keys, *args, **options):
         shared.append(keys.shape[1] == 2)
-        return kernel(query, keys, *others, **options)
+        return kernel(query, keys, *args, **options)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noting)
     kernel_choice = torch._fused_sdp_choice(query, keys, values, mask, enable_gqa=True)
-    ours, _ = attention._attend(sdpa_attention_forward, module, AttentionCall(query, keys, values, mask, None), {})
-    theirs, _ = sdpa_attention_forward(module, query, keys, values, mask)
-    assert torch.equal(ours, theirs)
+    output, _ = attention._attend(sdpa_attention_forward, module, AttentionCall(query, keys, values, mask, None), {})
+    expected, _ = sdpa_attention_forward(module, query, keys, values, mask)
+    assert torch.equal(output, expected)
     assert shared == [kernel_choice != SDPBackend.MATH.value, False]

@@ -55,11 +55,11 @@ def test_a_prompt_stored_short_is_continued_past_the_length_at_which_rope_switch
     plain = model.generate(prompt(80), **greedy)
     longer = torch.cat([plain, prompt(16, seed=5)], dim=1)
     with KVStore(tmp_path, engine="posix") as store:
-        for restored in (0, 79):
+        for tokens_restored in (0, 79):
             cache = TieredCache(model, store)
             assert torch.equal(model.generate(prompt(80), past_key_values=cache, **greedy), plain)
-            assert cache.stats.tokens_restored == restored
+            assert cache.stats.tokens_restored == tokens_restored
         cache = TieredCache(model, store)
-        ours = model.generate(longer, past_key_values=cache, **greedy)
+        output = model.generate(longer, past_key_values=cache, **greedy)
         assert cache.stats.tokens_restored == 0  # of these frequencies nothing is stored
-    assert torch.equal(ours, build("llama", initializer_range=0.2, **ROPES[rope]).generate(longer, **greedy))
+    assert torch.equal(output, build("llama", initializer_range=0.2, **ROPES[rope]).generate(longer, **greedy))

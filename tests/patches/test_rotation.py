@@ -36,17 +36,17 @@ def restored(model, store):
     plain = model.generate(ids, **GREEDY)
     store.precompute(model, ids[:, :128], progress=False)
     cache = TieredCache(model, store)
-    ours = model.generate(ids, past_key_values=cache, **GREEDY)
+    output = model.generate(ids, past_key_values=cache, **GREEDY)
     assert cache.stats.tokens_restored == 128
-    return plain.logits, ours.logits
+    return plain.logits, output.logits
 
 
 @pytest.mark.parametrize(("family", "dtype"), pairs(BY_HALVES + OTHERS, [torch.float32, torch.bfloat16]), ids=str)
 def test_keys_are_rotated_by_halves_where_the_bits_are_the_models(family, dtype, store, halves):
     model = build(family, dtype)
-    plain, ours = restored(model, store)
+    plain, restored_logits = restored(model, store)
     tolerance = 1e-5 if dtype == torch.float32 else 0.1
-    for a, b in zip(ours, plain, strict=True):
+    for a, b in zip(restored_logits, plain, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=tolerance)
     if family in BY_HALVES:
         assert halves.count(128) >= 1  # layers without a window
