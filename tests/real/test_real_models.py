@@ -51,9 +51,9 @@ def prompts_of(tokenizer):
     return [torch.cat([text, tokenizer(words, return_tensors="pt").input_ids], dim=1) for words in questions]
 
 
-def first_difference(ours, theirs):
+def first_difference(output, expected):
     """Return the first generated token whose logits differ in a bit, or None."""
-    steps = zip(ours.logits, theirs.logits, strict=True)
+    steps = zip(output.logits, expected.logits, strict=True)
     return next((step for step, (a, b) in enumerate(steps) if not torch.equal(a, b)), None)
 
 
@@ -65,12 +65,12 @@ def test_a_restored_prompt_is_continued_bit_for_bit(loaded, tmp_path, name, dtyp
         model.generate(first, past_key_values=TieredCache(model, store), max_new_tokens=1, do_sample=False)
     with KVStore(tmp_path) as store:  # its memory is empty: KV comes from the files
         cache = TieredCache(model, store)
-        ours = model.generate(second, past_key_values=cache, **GREEDY)
+        output = model.generate(second, past_key_values=cache, **GREEDY)
     assert cache.stats.tokens_restored == PREFIX_TOKENS
     assert cache.stats.tier == "disk"
-    theirs = model.generate(second, past_key_values=prefilled(model, [kv_of(model, first)], PREFIX_TOKENS), **GREEDY)
-    assert torch.equal(ours.sequences, theirs.sequences)
-    assert first_difference(ours, theirs) is None
+    expected = model.generate(second, past_key_values=prefilled(model, [kv_of(model, first)], PREFIX_TOKENS), **GREEDY)
+    assert torch.equal(output.sequences, expected.sequences)
+    assert first_difference(output, expected) is None
 
 
 def test_a_budget_of_everything_is_the_exact_method(loaded, tmp_path, name):
@@ -85,8 +85,8 @@ def test_a_budget_of_everything_is_the_exact_method(loaded, tmp_path, name):
             assert cache.stats.tokens_restored >= PREFIX_TOKENS - 16
     exact, everything = answers
     assert torch.equal(exact.sequences, everything.sequences)
-    for ours, theirs in zip(everything.logits, exact.logits, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=0)
+    for logits, expected in zip(everything.logits, exact.logits, strict=True):
+        torch.testing.assert_close(logits, expected, atol=1e-3, rtol=0)
 
 
 @both_dtypes
