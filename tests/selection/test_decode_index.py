@@ -46,7 +46,7 @@ def case(kv_heads, group, queries, dim, chunk_tokens, tokens, seed=0):
 
 
 def built(kind, keys, chunk_tokens):
-    return [DECODE_INDEXES[kind].build(some, 1 if kind == "token_clusters" else chunk_tokens) for some in keys]
+    return [DECODE_INDEXES[kind].build(part, 1 if kind == "token_clusters" else chunk_tokens) for part in keys]
 
 
 def counts_of(total):
@@ -56,9 +56,9 @@ def counts_of(total):
 def cut(keys, head, chunk_tokens):
     """Return the keys of each chunk, through all indexes, in float64."""
     return [
-        some[head, begin : begin + chunk_tokens].double()
-        for some in keys
-        for begin in range(0, some.shape[1], chunk_tokens)
+        segment_keys[head, begin : begin + chunk_tokens].double()
+        for segment_keys in keys
+        for begin in range(0, segment_keys.shape[1], chunk_tokens)
     ]
 
 
@@ -90,14 +90,14 @@ def assert_ranked_by(weights, indexes, query, head):
 
 def clusters_of(indexes, head):
     """Return centroid and chunks of each nonempty cluster, numbered through all indexes, by its first chunk."""
-    found, first = [], 0
+    clusters, first = [], 0
     for index in indexes:
         members = {}
         for chunk, cluster in enumerate(index.cluster_of[head].tolist()):
             members.setdefault(cluster, []).append(first + chunk)
-        found += [(index.centroids[head, cluster].double(), chunks) for cluster, chunks in members.items()]
+        clusters += [(index.centroids[head, cluster].double(), chunks) for cluster, chunks in members.items()]
         first += index.chunks
-    return found
+    return clusters
 
 
 @pytest.mark.parametrize("keep_representatives", [True, False])
@@ -106,19 +106,19 @@ def test_clusters_are_taken_whole_and_the_last_is_cut(shape, keep_representative
     """The reference is KVDRIVE's selection in loops: clusters by centroids' softmax, then chunks by means."""
     keys, query, chunk_tokens = case(*shape)
     kind = type("Kind", (ClusterIndex,), {"keeps_representatives": keep_representatives})
-    indexes = [kind.build(some, chunk_tokens) for some in keys]
+    indexes = [kind.build(segment_keys, chunk_tokens) for segment_keys in keys]
     total = sum(index.chunks for index in indexes)
     for count in counts_of(total):
         chunks = rank(indexes, query, 0.7, count)
         assert (chunks.dtype, chunks.shape) == (torch.int64, (shape[0], count))
         for head in range(shape[0]):
-            clusters, means = clusters_of(indexes, head), [some.mean(0) for some in cut(keys, head, chunk_tokens)]
+            clusters, means = clusters_of(indexes, head), [chunk.mean(0) for chunk in cut(keys, head, chunk_tokens)]
             weights, rating = [0.0] * len(clusters), [0.0] * total
-            for one in served(query, head, shape[0]):
-                for q in one:
-                    found = [0.7 * product(q, centroid) for centroid, _ in clusters]
-                    weights = [a + b for a, b in zip(weights, softmax_of(found), strict=True)]
-                    divisor = sum(math.exp(value) for value in found)
+            for group_queries in served(query, head, shape[0]):
+                for q in group_queries:
+                    products = [0.7 * product(q, centroid) for centroid, _ in clusters]
+                    weights = [a + b for a, b in zip(weights, softmax_of(products), strict=True)]
+                    divisor = sum(math.exp(value) for value in products)
                     for i, mean in enumerate(means):
                         rating[i] += math.exp(0.7 * product(q, mean)) / divisor
             expected = []
@@ -144,11 +144,11 @@ def test_boxes_are_ranked_in_the_clusters_that_are_looked_into(shape):
             lows, highs = zip(*(bounds[i] for i in chunks), strict=True)
             boxes.append((sum(middles) / len(middles), torch.stack(lows).amin(0), torch.stack(highs).amax(0)))
         weights, rating = [0.0] * len(members), [0.0] * total
-        for one in served(query, head, shape[0]):
-            for q in one:
-                found = [0.7 * part_of_the_way(q, *box, 0.25) for box in boxes]
-                weights = [a + b for a, b in zip(weights, softmax_of(found), strict=True)]
-                divisor = sum(math.exp(value) for value in found)
+        for group_queries in served(query, head, shape[0]):
+            for q in group_queries:
+                products = [0.7 * part_of_the_way(q, *box, 0.25) for box in boxes]
+                weights = [a + b for a, b in zip(weights, softmax_of(products), strict=True)]
+                divisor = sum(math.exp(value) for value in products)
                 for i, (low, high) in enumerate(bounds):
                     rating[i] += math.exp(0.7 * part_of_the_way(q, (low + high) / 2, low, high, 0.5)) / divisor
         for count in counts_of(total):
@@ -170,12 +170,12 @@ def test_page_bounds_are_quests(shape):
         pages = cut(keys, head, chunk_tokens)
         bounds = [(page.amin(0).tolist(), page.amax(0).tolist()) for page in pages]
         weights = [0.0] * len(pages)
-        for one in served(query, head, shape[0]):
-            for q in one.tolist():
-                found = [
+        for group_queries in served(query, head, shape[0]):
+            for q in group_queries.tolist():
+                page_bounds = [
                     sum(max(x * a, x * b) for x, a, b in zip(q, low, high, strict=True)) * 0.3 for low, high in bounds
                 ]
-                weights = [a + b for a, b in zip(weights, softmax_of(found), strict=True)]
+                weights = [a + b for a, b in zip(weights, softmax_of(page_bounds), strict=True)]
         assert_ranked_by(weights, indexes, query, head)
 
 
@@ -186,12 +186,12 @@ def test_all_keys_rank_by_the_attention_that_a_chunk_gets(shape):
     for head in range(shape[0]):
         chunks = cut(keys, head, chunk_tokens)
         attention = [0.0] * sum(map(len, chunks))
-        for one in served(query, head, shape[0]):
-            for q in one:
-                found = softmax_of([product(q, key) * 0.3 for chunk in chunks for key in chunk])
-                attention = [a + b for a, b in zip(attention, found, strict=True)]
-        every = iter(attention)
-        weights = [sum(next(every) for _ in chunk) for chunk in chunks]
+        for group_queries in served(query, head, shape[0]):
+            for q in group_queries:
+                masses = softmax_of([product(q, key) * 0.3 for chunk in chunks for key in chunk])
+                attention = [a + b for a, b in zip(attention, masses, strict=True)]
+        key_masses = iter(attention)
+        weights = [sum(next(key_masses) for _ in chunk) for chunk in chunks]
         assert_ranked_by(weights, indexes, query, head)
 
 
@@ -199,7 +199,7 @@ def test_all_keys_rank_by_the_attention_that_a_chunk_gets(shape):
 def test_chunk_means_are_shadowkvs(shape):
     keys, query, chunk_tokens = case(*shape)
     most = 3 if chunk_tokens > 1 else 0  # a single token points where its mean does
-    indexes = [ChunkMeanIndex.build(some, chunk_tokens, outliers=most) for some in keys]
+    indexes = [ChunkMeanIndex.build(segment_keys, chunk_tokens, outliers=most) for segment_keys in keys]
     for head in range(shape[0]):
         parts = cut(keys, head, chunk_tokens)
         cosines = [
@@ -209,15 +209,15 @@ def test_chunk_means_are_shadowkvs(shape):
             chunks = rank(indexes, query, 0.7, count)
             always = sorted(range(len(parts)), key=lambda i: (cosines[i], i))
             always = always[: min(most, max(index.chunks for index in indexes), count // 4)]
-            rest = [i for i in range(len(parts)) if i not in always]
-            weights = [0.0] * len(rest)
+            candidates = [i for i in range(len(parts)) if i not in always]
+            weights = [0.0] * len(candidates)
             for position in range(shape[2]):
-                each = [
-                    softmax_of([0.7 * product(one[position], parts[i].mean(0)) for i in rest])
-                    for one in served(query, head, shape[0])
+                query_weights = [
+                    softmax_of([0.7 * product(group_queries[position], parts[i].mean(0)) for i in candidates])
+                    for group_queries in served(query, head, shape[0])
                 ]
-                weights = [a + max(column) for a, column in zip(weights, zip(*each, strict=True), strict=True)]
-            expected = [rest[i] for i in best_of(weights, count - len(always))]
+                weights = [a + max(column) for a, column in zip(weights, zip(*query_weights, strict=True), strict=True)]
+            expected = [candidates[i] for i in best_of(weights, count - len(always))]
             assert chunks[head].tolist() == always + expected
 
 
@@ -244,9 +244,9 @@ def test_all_chunks_are_chosen_once(kind, shape):
 def test_a_larger_count_only_adds(kind):
     keys, query, chunk_tokens = case(2, 2, 1, 8, 4, [300, 70])
     indexes = built(kind, keys, chunk_tokens)
-    every = rank(indexes, query, None, sum(index.chunks for index in indexes))
-    for count in range(1, every.shape[1]):
-        assert torch.equal(rank(indexes, query, None, count), every[:, :count])
+    ranking = rank(indexes, query, None, sum(index.chunks for index in indexes))
+    for count in range(1, ranking.shape[1]):
+        assert torch.equal(rank(indexes, query, None, count), ranking[:, :count])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -258,9 +258,9 @@ def test_the_same_twice_and_after_storing(kind):
     for indexes in (second, stored):
         assert torch.equal(rank(indexes, query, None, 9), expected)
         assert all(
-            torch.equal(mine, index.tensors()[name])
+            torch.equal(tensor, index.tensors()[name])
             for index, again in zip(first, indexes, strict=True)
-            for name, mine in again.tensors().items()
+            for name, tensor in again.tensors().items()
         )
     assert [index.chunks for index in stored] == [index.chunks for index in first]
     assert [index.nbytes for index in stored] == [sum(t.nbytes for t in index.tensors().values()) for index in first]
@@ -271,9 +271,9 @@ def test_several_indexes_are_as_one(kind):
     """The result does not depend on where the keys were cut."""
     keys, query, _ = case(2, 2, 1, 8, 4, [64, 128, 40])
     count = 25
-    whole = rank(built(kind, [torch.cat(keys, 1)], 4), query, None, count)
+    joint_ranking = rank(built(kind, [torch.cat(keys, 1)], 4), query, None, count)
     parts = rank(built(kind, keys, 4), query, None, count)
-    assert torch.equal(whole, parts)
+    assert torch.equal(joint_ranking, parts)
 
 
 def test_of_equals_the_first_wins():
@@ -300,14 +300,14 @@ def test_the_best_are_the_same_by_either_way_of_selecting(monkeypatch):
     scores[:, ::17] = -math.inf
     names = torch.stack([torch.randperm(1 << 20, generator=generator)[:200] for _ in range(3)])
     for count in (0, 1, 57, 199, 200):
-        found = best_named(scores, names, count)
+        best = best_named(scores, names, count)
         for row in range(3):
             expected = sorted(range(200), key=lambda i: (-scores[row, i].item(), names[row, i].item()))[:count]
-            assert found[row].tolist() == names[row, expected].tolist()
+            assert best[row].tolist() == names[row, expected].tolist()
         with monkeypatch.context() as patch:
             patch.setattr(shared, "_largest_on_cpu", shared._largest_on_device)
             again = best_named(scores, names, count)
-        assert torch.equal(found, again)
+        assert torch.equal(best, again)
 
 
 def test_what_gets_next_to_nothing_keeps_its_rank():
@@ -323,9 +323,9 @@ def test_the_objective_never_falls_inside_a_segment():
     reached = torch.full((3,), -math.inf)
     for _ in range(12):
         own = directions.take_along_dim(nearest(points, directions)[..., None], 1)
-        now = (points * own).sum((1, 2))
-        assert (now >= reached - 1e-3).all()
-        reached, directions = now, spherical_step(points, directions)
+        objective = (points * own).sum((1, 2))
+        assert (objective >= reached - 1e-3).all()
+        reached, directions = objective, spherical_step(points, directions)
     assert torch.allclose(directions.norm(dim=-1), torch.ones(3, 40), atol=1e-5)
 
 
@@ -336,8 +336,8 @@ def test_clusters_part_the_points_and_centroids_are_their_means(points, clusters
     assert centroids.shape == (2, clusters, 4)
     for head in range(2):
         for number in range(clusters):
-            mine = data[head, cluster_of[head] == number]
-            mean = mine.mean(0) if len(mine) else data[head].mean(0)
+            members = data[head, cluster_of[head] == number]
+            mean = members.mean(0) if len(members) else data[head].mean(0)
             assert torch.allclose(centroids[head, number], mean, atol=1e-5)
 
 
@@ -364,10 +364,10 @@ def test_planted_clusters_are_found(kind):
     topic = torch.randint(8, (64,), generator=generator)
     keys = directions[topic].repeat_interleave(4, 0) + 0.3 * torch.randn(256, 16, generator=generator)
     index = DECODE_INDEXES[kind].build(keys[None], 4)
-    for wanted in range(8):
-        mine = (topic == wanted).nonzero().flatten().tolist()
-        chunks = rank([index], directions[wanted].reshape(1, 1, 16), None, len(mine))
-        assert sorted(chunks[0].tolist()) == mine
+    for topic_number in range(8):
+        members = (topic == topic_number).nonzero().flatten().tolist()
+        chunks = rank([index], directions[topic_number].reshape(1, 1, 16), None, len(members))
+        assert sorted(chunks[0].tolist()) == members
 
 
 def test_a_random_choice_follows_the_query_and_is_even():
@@ -389,27 +389,27 @@ def test_boxes_find_a_key_that_its_chunk_hides():
     query = torch.randn(1, 1, 16, generator=generator)
     keys[0, 400:408] = -0.15 * query[0]
     keys[0, 403] = query[0, 0]
-    found = {kind: rank(built(kind, [keys], 8), query, None, 5)[0].tolist() for kind in ("clusters", "cluster_boxes")}
-    assert found["cluster_boxes"][0] == 50
-    assert 50 not in found["clusters"]
+    ranking = {kind: rank(built(kind, [keys], 8), query, None, 5)[0].tolist() for kind in ("clusters", "cluster_boxes")}
+    assert ranking["cluster_boxes"][0] == 50
+    assert 50 not in ranking["clusters"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_in_pieces_it_is_the_same(kind, monkeypatch):
     keys, query, chunk_tokens = case(4, 2, 6, 8, 4, [200, 40])
-    whole = rank(built(kind, keys, chunk_tokens), query, None, 20)
+    at_once = rank(built(kind, keys, chunk_tokens), query, None, 20)
     for name in ("decode_index", "clusters"):
         monkeypatch.setattr(f"hf_tiered_cache.selection.{name}.LARGEST", 2000)  # a head, some positions, some rows
     assert len(list(shared.head_slices(keys[0]))) == 4
     pieces = rank(built(kind, keys, chunk_tokens), query, None, 20)
-    assert torch.equal(whole, pieces)
+    assert torch.equal(at_once, pieces)
 
 
 def test_an_index_of_float32_keys_is_rounded_and_selects_nearly_the_same():
     generator = torch.Generator().manual_seed(0)
     keys, query = torch.randn(2, 4096, 64, generator=generator), 3 * torch.randn(14, 1, 64, generator=generator)
     for kind in ("cluster_boxes", "clusters", "page_bounds", "chunk_means"):
-        rounded, exact = (DECODE_INDEXES[kind].build(some, 8) for some in (keys, keys.double()))
+        rounded, exact = (DECODE_INDEXES[kind].build(segment_keys, 8) for segment_keys in (keys, keys.double()))
         assert rounded.nbytes < 0.3 * exact.nbytes, kind  # 2 bytes instead of 8
         best = [rank([index], query, None, 64) for index in (rounded, exact)]
         common = [len(set(a.tolist()) & set(b.tolist())) for a, b in zip(*best, strict=True)]

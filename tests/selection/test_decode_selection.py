@@ -43,8 +43,8 @@ def chosen(monkeypatch):
     """Record the selections, in order."""
     noted: list[Selection] = []
 
-    def note(self, asked, choose=TopChunks.choose):
-        choice = choose(self, asked)
+    def note(self, request, choose=TopChunks.choose):
+        choice = choose(self, request)
         noted.append(choice)
         return choice
 
@@ -57,11 +57,11 @@ def erratic(monkeypatch):
     """Select other chunks each time, so that columns often change."""
     random = np.random.default_rng(3)
 
-    def choose(self, asked, real=TopChunks.choose):
-        choice = real(self, asked)
-        each = [random.permutation(asked.chunks.tokens // 16)[: asked.count // 16] for _ in choice.tokens]
-        chunks = np.sort(np.stack(each), axis=1)  # [sets, chunks]
-        return replace(choice, tokens=(16 * chunks[:, :, None] + np.arange(16)).reshape(len(each), -1))
+    def choose(self, request, real=TopChunks.choose):
+        choice = real(self, request)
+        chunk_sets = [random.permutation(request.chunks.tokens // 16)[: request.count // 16] for _ in choice.tokens]
+        chunks = np.sort(np.stack(chunk_sets), axis=1)  # [sets, chunks]
+        return replace(choice, tokens=(16 * chunks[:, :, None] + np.arange(16)).reshape(len(chunk_sets), -1))
 
     monkeypatch.setattr(TopChunks, "choose", choose)
 
@@ -85,18 +85,18 @@ def holds_what_it_says(cache, stored):
     for layer, (keys, values) in zip(cache.layers, stored, strict=True):
         if not isinstance(layer, SelectedSource):
             continue
-        for row, held in enumerate(layer._rows):
-            sets = held.window.columns
+        for row, row_selection in enumerate(layer._rows):
+            sets = row_selection.window.columns
             assert all(len(set(tokens.tolist())) == len(tokens) == layer._num_selected for tokens in sets)
-            for mine, whole in ((layer.keys, keys), (layer.values, values)):
-                assert torch.equal(mine[row, :, : layer._num_selected], of_sets(whole, sets)[0])
+            for tensor, full in ((layer.keys, keys), (layer.values, values)):
+                assert torch.equal(tensor[row, :, : layer._num_selected], of_sets(full, sets)[0])
 
 
-def of_sets(every, sets):
+def of_sets(tensor, sets):
     """Gather from `[1, kv_heads, tokens, dim]` the tokens int64 `[1 or kv_heads, n]`: `[1, kv_heads, n, dim]`."""
-    heads, dim = every.shape[1], every.shape[3]
+    heads, dim = tensor.shape[1], tensor.shape[3]
     tokens = torch.from_numpy(np.broadcast_to(sets, (heads, sets.shape[1])).copy())
-    return every.gather(2, tokens[None, :, :, None].expand(-1, -1, -1, dim))
+    return tensor.gather(2, tokens[None, :, :, None].expand(-1, -1, -1, dim))
 
 
 @pytest.mark.parametrize(
@@ -113,41 +113,41 @@ def test_each_token_attends_to_what_was_chosen_for_it(family, changes, store, ch
     model, ids, method = build(family), prompt(PREFIX), replace(METHOD, **changes)
     store.precompute(model, ids, method=method, progress=False)
     chosen.clear()
-    whole = question(ids)
-    ours, cache = ask(model, store, whole, method)
-    restored, stored = cache.stats.tokens_restored, kv_of(model, ids)
-    assert restored == 192
+    full_ids = question(ids)
+    result, cache = ask(model, store, full_ids, method)
+    tokens_restored, stored = cache.stats.tokens_restored, kv_of(model, ids)
+    assert tokens_restored == 192
     layers = len(stored)
     periods = in_groups(range(layers), method.period, method.solo_layers)
-    choices, logits, inputs, position = iter(chosen), [], whole[:, restored:], restored
+    choices, logits, inputs, position = iter(chosen), [], full_ids[:, tokens_restored:], tokens_restored
     own = [(k[:, :, :0], v[:, :, :0]) for k, v in stored]
     choice: list[np.ndarray] = []  # of each period, [sets, tokens]
-    moved: list[int] = []
+    replacements: list[int] = []
     for step in range(NEW):
-        for number, now in enumerate(islice(choices, len(periods))):
+        for number, selection in enumerate(islice(choices, len(periods))):
             if step == 0:
-                choice.append(now.tokens.copy())
+                choice.append(selection.tokens.copy())
                 continue
-            for one, (mass, tokens) in enumerate(zip(now.mass, now.tokens, strict=True)):
-                if not method.gain or mass[tokens].sum() - mass[choice[number][one]].sum() >= method.gain:
-                    choice[number][one] = tokens
-                    moved.append(step)
-        kept, attended = DynamicCache(config=model.config), choice[0].shape[1]
+            for at, (mass, tokens) in enumerate(zip(selection.mass, selection.tokens, strict=True)):
+                if not method.gain or mass[tokens].sum() - mass[choice[number][at]].sum() >= method.gain:
+                    choice[number][at] = tokens
+                    replacements.append(step)
+        reference, attended = DynamicCache(config=model.config), choice[0].shape[1]
         for period, tokens in zip(periods, choice, strict=True):
             for layer in period:
                 pairs = zip(stored[layer], own[layer], strict=True)
-                put(kept.layers[layer], *(torch.cat([of_sets(all_, tokens), mine], 2) for all_, mine in pairs))
+                put(reference.layers[layer], *(torch.cat([of_sets(all_, tokens), part], 2) for all_, part in pairs))
         positions = torch.arange(position, position + inputs.shape[1]).unsqueeze(0)
         with torch.no_grad():
-            output = model(input_ids=inputs, position_ids=positions, past_key_values=kept, logits_to_keep=1)
-        own = [(layer.keys[:, :, attended:], layer.values[:, :, attended:]) for layer in kept.layers]
+            output = model(input_ids=inputs, position_ids=positions, past_key_values=reference, logits_to_keep=1)
+        own = [(layer.keys[:, :, attended:], layer.values[:, :, attended:]) for layer in reference.layers]
         logits.append(output.logits[:, -1])
         position += inputs.shape[1]
-        inputs = ours.sequences[:, whole.shape[1] + step : whole.shape[1] + step + 1]
+        inputs = result.sequences[:, full_ids.shape[1] + step : full_ids.shape[1] + step + 1]
     assert next(choices, None) is None
-    assert 0 < len(moved) <= (len(chosen) - len(periods)) * len(choice[0]) - bool(method.gain)
-    for mine, theirs in zip(ours.logits, logits, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-5)
+    assert 0 < len(replacements) <= (len(chosen) - len(periods)) * len(choice[0]) - bool(method.gain)
+    for step_logits, expected in zip(result.logits, logits, strict=True):
+        torch.testing.assert_close(step_logits, expected, rtol=0, atol=1e-5)
     holds_what_it_says(cache, stored)
 
 
@@ -168,14 +168,14 @@ def test_each_decoded_token_chooses(more, model, store, chosen):
     store.precompute(model, ids, method=METHOD, progress=False)
     cache = TieredCache(model, store, method=METHOD, record=False)
     model(input_ids=question(ids, 24 + more), past_key_values=cache, logits_to_keep=1)
-    periods, made = len(chosen), []
+    periods, selections = len(chosen), []
     for taken_back in (0, 0, 3, 0):
         if taken_back:
             cache.crop(-taken_back)
         chosen.clear()
         decode(model, cache, 1)
-        made.append(len(chosen) / periods)
-    assert made == [1, 1, 1, 1]
+        selections.append(len(chosen) / periods)
+    assert selections == [1, 1, 1, 1]
 
 
 def test_beams_keep_their_rows_apart(model, method, store, erratic):
@@ -188,15 +188,15 @@ def test_beams_keep_their_rows_apart(model, method, store, erratic):
 
 def test_rows_of_a_batch_are_what_they_are_alone(model, method, store):
     ids = [prompt(PREFIX), prompt(PREFIX - 37, seed=7)]
-    for each in ids:
-        store.precompute(model, each, method=method, progress=False)
-    whole = [question(each) for each in ids]
-    pad = whole[0].shape[1] - whole[1].shape[1]
-    batch = torch.cat([whole[0], torch.nn.functional.pad(whole[1], (pad, 0))])
+    for row_ids in ids:
+        store.precompute(model, row_ids, method=method, progress=False)
+    full_ids = [question(row_ids) for row_ids in ids]
+    pad = full_ids[0].shape[1] - full_ids[1].shape[1]
+    batch = torch.cat([full_ids[0], torch.nn.functional.pad(full_ids[1], (pad, 0))])
     mask = torch.ones_like(batch)
     mask[1, :pad] = 0
     together, cache = ask(model, store, batch, method, attention_mask=mask)
-    alone, _ = ask(model, store, whole[0], method)
+    alone, _ = ask(model, store, full_ids[0], method)
     assert cache.stats.tokens_restored > 300
     for a, b in zip(together.logits, alone.logits, strict=True):
         torch.testing.assert_close(a[:1], b, rtol=0, atol=1e-4)
@@ -212,7 +212,7 @@ def test_forks_choose_apart(model, method, store, erratic):
     before = [layer.keys.clone() for layer in cache.layers]
     twin = cache.fork()
     decode(model, twin, 5)
-    assert all(torch.equal(layer.keys, kept) for layer, kept in zip(cache.layers, before, strict=True))
+    assert all(torch.equal(layer.keys, keys) for layer, keys in zip(cache.layers, before, strict=True))
     decode(model, cache, 3, seed=11)
     holds_what_it_says(twin, stored)
     holds_what_it_says(cache, stored)
@@ -250,7 +250,7 @@ def test_a_disk_that_fails_while_decoding_leaves_what_was_chosen(model, method, 
         assert "the current selection is kept" in caplog.text
         holds_what_it_says(cache, stored)
         assert all(
-            (layer._rows[0].window.columns == then).all() for layer, then in zip(cache.layers, rows, strict=True)
+            (layer._rows[0].window.columns == columns).all() for layer, columns in zip(cache.layers, rows, strict=True)
         )
         assert cache.stats.details.read_errors > 0
 
@@ -264,8 +264,11 @@ def test_a_period_keeps_its_selection_if_its_first_layer_does(store, erratic):
     rows = [layer._rows[0].window.columns for layer in cache.layers]
     decode(model, cache, 2)
     holds_what_it_says(cache, kv_of(model, ids))
-    kept = [np.array_equal(layer._rows[0].window.columns, then) for layer, then in zip(cache.layers, rows, strict=True)]
-    assert kept == [False, True, True, False, False, False]
+    unchanged = [
+        np.array_equal(layer._rows[0].window.columns, columns)
+        for layer, columns in zip(cache.layers, rows, strict=True)
+    ]
+    assert unchanged == [False, True, True, False, False, False]
 
 
 def test_a_store_that_is_closed_while_decoding_leaves_what_was_chosen(model, method, tmp_path, erratic):
@@ -287,22 +290,22 @@ def test_gain_is_a_share_of_attention(wrong):
 def test_a_choice_that_gains_too_little_brings_nothing(model, store):
     ids = prompt(PREFIX)
     store.precompute(model, ids, method=METHOD, progress=False)
-    brought = {}
+    bytes_delivered = {}
     for gain in (0, 0.9):
         _, cache = ask(model, store, question(ids), replace(METHOD, gain=gain))
         before = cache.stats.details.bytes_delivered
         decode(model, cache, 4)
-        brought[gain] = cache.stats.details.bytes_delivered - before
-    assert brought[0] > 0 == brought[0.9]
+        bytes_delivered[gain] = cache.stats.details.bytes_delivered - before
+    assert bytes_delivered[0] > 0 == bytes_delivered[0.9]
 
 
 def test_a_whole_budget_chooses_nothing(model, store, chosen):
     ids = prompt(PREFIX)
     store.precompute(model, ids, method=METHOD, progress=False)
-    ours, _ = ask(model, store, question(ids), replace(METHOD, budget=1.0))
+    output, _ = ask(model, store, question(ids), replace(METHOD, budget=1.0))
     exact, _ = ask(model, store, question(ids), None)
     assert not chosen
-    for a, b in zip(ours.logits, exact.logits, strict=True):
+    for a, b in zip(output.logits, exact.logits, strict=True):
         assert torch.equal(a, b)
 
 
@@ -316,6 +319,6 @@ def test_single_tokens_of_each_head_are_chosen_again(family, store):
     holds_what_it_says(cache, kv_of(model, ids))
     assert cache.stats.details.bytes_delivered > once.stats.details.bytes_delivered
     assert not all(
-        torch.equal(layer.keys[:, :, : layer._num_selected], kept)
-        for layer, kept in zip(cache.layers, before, strict=True)
+        torch.equal(layer.keys[:, :, : layer._num_selected], keys)
+        for layer, keys in zip(cache.layers, before, strict=True)
     )

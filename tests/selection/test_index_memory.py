@@ -102,7 +102,7 @@ def test_caches_of_a_prompt_share_its_index(model, tmp_path, existing_bytes, met
         assert second.stats.details.bytes_identifying == 0  # nothing was read again
         assert existing_bytes() == held_bytes(store) == need
         pairs = zip(indexes_of(first), indexes_of(second), strict=True)
-        assert all(ours is theirs for ours, theirs in pairs)
+        assert all(shared is original for shared, original in pairs)
         assert store.stats.index.bytes <= room
         assert first.stats.reasons == second.stats.reasons and bool(first.stats.reason) == (0 < room < need)
         del first, second, pairs
@@ -120,9 +120,9 @@ def test_pieces_are_held_once(model, tmp_path, existing_bytes):
         logits, built = answered(model, store, ids, IN_PIECES)
         assert built.details.index_seconds > 0
         assert existing_bytes() == store.stats.index.bytes == built.details.index_bytes
-        again, kept = answered(model, store, ids, IN_PIECES)
+        again, stats = answered(model, store, ids, IN_PIECES)
         assert torch.equal(again, logits)
-        assert (kept.details.index_seconds, kept.details.bytes_identifying) == (0, 0)
+        assert (stats.details.index_seconds, stats.details.bytes_identifying) == (0, 0)
         computed(model, store, longer, IN_PIECES)
         grown, added = answered(model, store, longer, IN_PIECES)  # of the merged pieces and one more
         assert existing_bytes() == store.stats.index.bytes == added.details.index_bytes > built.details.index_bytes
@@ -197,11 +197,11 @@ def test_an_index_that_does_not_fit_is_counted_once():
     ids=["other fields", "no layers", "fewer tokens"],
 )
 def test_a_sidecar_of_another_version_of_an_index_is_made_again(model, root, change):
-    method, asked = KVDrive(0.3), torch.cat([prompt(300), prompt(8, seed=4)], dim=1)
+    method, longer_ids = KVDrive(0.3), torch.cat([prompt(300), prompt(8, seed=4)], dim=1)
 
     def request(store):
         cache = TieredCache(model, store, method=method)
-        output = model.generate(asked, past_key_values=cache, do_sample=False, max_new_tokens=4)
+        output = model.generate(longer_ids, past_key_values=cache, do_sample=False, max_new_tokens=4)
         assert cache.stats.tokens_restored == 288
         return output
 
@@ -218,5 +218,5 @@ def test_a_sidecar_of_another_version_of_an_index_is_made_again(model, root, cha
         assert torch.equal(request(store), expected)
         store.flush()
         disk = store._storage.disk
-        ((_, found, _),) = disk.sidecars.all_of(disk.reader(row.id))
-        assert {name: tensor.shape for name, tensor in found.items()} == {n: t.shape for n, t in arrays.items()}
+        ((_, sidecar, _),) = disk.sidecars.all_of(disk.reader(row.id))
+        assert {name: tensor.shape for name, tensor in sidecar.items()} == {n: t.shape for n, t in arrays.items()}

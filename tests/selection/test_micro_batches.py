@@ -6,22 +6,22 @@ from hf_tiered_cache.selection.decode import MicroBatches
 
 
 def run(sizes: MicroBatches, rows: int, seconds: dict[int, float], passes: int, layers: int = 3) -> list[int]:
-    used = []
+    sizes_used = []
     for number in range(passes):
         sizes.begin()
         for _ in range(layers):
             size = sizes.size_for(rows)
             sizes.add_time(1000.0 if number == 0 else seconds[size])
-        used.append(size)
-    return used
+        sizes_used.append(size)
+    return sizes_used
 
 
 @pytest.mark.parametrize("quickest", [1, 2, 4, 8])
 def test_the_quickest_stays(quickest):
     sizes = MicroBatches()
-    used = run(sizes, 8, {size: 2.0 - (size == quickest) for size in (1, 2, 4, 8)}, 20)
-    assert used[:13] == [8, *(8, 4, 2, 1) * 3]  # the first pass, which finds nothing in place, counts for none
-    assert set(used[13:]) == {quickest} == {sizes.size}
+    sizes_used = run(sizes, 8, {size: 2.0 - (size == quickest) for size in (1, 2, 4, 8)}, 20)
+    assert sizes_used[:13] == [8, *(8, 4, 2, 1) * 3]  # the first pass, which finds nothing in place, counts for none
+    assert set(sizes_used[13:]) == {quickest} == {sizes.size}
 
 
 def test_one_slow_pass_does_not_decide():

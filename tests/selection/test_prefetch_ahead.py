@@ -54,10 +54,10 @@ def fetched(monkeypatch):
             noted.setdefault(layer, []).append((ahead, group.layers[0], kind))
         return real(self, requests, device, collector, ahead, later)
 
-    def choose(self, now, *arguments, real=SelectiveRestore.choose):
+    def choose(self, index, *arguments, real=SelectiveRestore.choose):
         nonlocal layer
-        layer = now
-        return real(self, now, *arguments)
+        layer = index
+        return real(self, index, *arguments)
 
     monkeypatch.setattr(Residency, "fetch", fetch)
     monkeypatch.setattr(SelectiveRestore, "choose", choose)
@@ -96,12 +96,12 @@ def test_without_prefetch_of_the_next_keys_a_choice_waits_for_them(model, tmp_pa
 
 
 @pytest.mark.parametrize(
-    "nothing", [replace(TWO, prefetches=frozenset()), replace(TWO, ahead_bytes=0)], ids=["no kind", "0"]
+    "method", [replace(TWO, prefetches=frozenset()), replace(TWO, ahead_bytes=0)], ids=["no kind", "0"]
 )
-def test_nothing_ahead_is_nothing(nothing, model, tmp_path, fetched):
-    asked_by(model, tmp_path, nothing, fetched)
-    assert not any(ahead for some in fetched.values() for ahead, _, _ in some)
-    assert {layer: some for layer, some in fetched.items() if layer % 2} == {
+def test_nothing_ahead_is_nothing(method, model, tmp_path, fetched):
+    asked_by(model, tmp_path, method, fetched)
+    assert not any(ahead for fetches in fetched.values() for ahead, _, _ in fetches)
+    assert {layer: fetches for layer, fetches in fetched.items() if layer % 2} == {
         -1: [(NOW, 0, "keys")],
         **{layer: [(NOW, layer, "kv")] for layer in (1, 3, 5)},
     }
@@ -111,7 +111,7 @@ def test_nothing_ahead_is_nothing(nothing, model, tmp_path, fetched):
 def test_baselines_fetch_the_next_layers_keys_ahead(method, model, tmp_path, fetched):
     """As published, the baselines run on a system that loads a layer while the previous one computes."""
     asked_by(model, tmp_path, method, fetched)
-    assert [(layer, some.count((AHEAD, layer + 1, "kv"))) for layer, some in fetched.items() if layer >= 0] == [
+    assert [(layer, fetches.count((AHEAD, layer + 1, "kv"))) for layer, fetches in fetched.items() if layer >= 0] == [
         *((layer, 1) for layer in range(5)),
         (5, 0),
     ]
@@ -142,8 +142,8 @@ def test_no_more_is_under_way_than_was_told(blocks, model, tmp_path, monkeypatch
         expected, _ = ask(model, store, question(ids), replace(TWO, ahead_bytes=0))
         monkeypatch.setattr(Residency, "fetch", fetch)
         monkeypatch.setattr(Fetcher, "wait_for", wait_for)
-        found, _ = ask(model, store, question(ids), replace(TWO, ahead_bytes=blocks * size))
-    assert_same(found, expected)
+        output, _ = ask(model, store, question(ids), replace(TWO, ahead_bytes=blocks * size))
+    assert_same(output, expected)
     assert most <= blocks * size
     assert bool(most) == bool(blocks)
     if blocks == 7:

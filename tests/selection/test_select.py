@@ -38,11 +38,11 @@ def cut(draw):
         slots += [segment * 6 * size + slot for slot in range((chunks - 1) * size + last)]
     sets = draw(st.integers(1, 3))
     ordered = draw(st.booleans())
-    every = [slots if ordered else draw(st.permutations(slots)) for _ in range(sets)]
+    orders = [slots if ordered else draw(st.permutations(slots)) for _ in range(sets)]
     rows = sets if sets > 1 else draw(st.integers(1, 3))
     row = st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0]), min_size=len(slots), max_size=len(slots))
     mass = draw(st.lists(row, min_size=rows, max_size=rows))
-    return ChunkMap.by_slot(np.array(every), size), np.array(mass, np.float32), draw(st.integers(1, len(slots)))
+    return ChunkMap.by_slot(np.array(orders), size), np.array(mass, np.float32), draw(st.integers(1, len(slots)))
 
 
 def chunks_of(chunks, row):
@@ -54,27 +54,27 @@ def chunks_of(chunks, row):
 def test_chunks_hold_the_tokens_of_consecutive_slots(case):
     chunks, mass, _ = case
     for row in range(len(mass)):
-        each = chunks_of(chunks, row)
-        assert sorted(token for chunk in each for token in chunk) == list(range(chunks.tokens))
-        assert [len(one) for one in each] == chunks.counts[row % len(chunks.counts)].tolist()
+        parts = chunks_of(chunks, row)
+        assert sorted(token for chunk in parts for token in chunk) == list(range(chunks.tokens))
+        assert [len(chunk) for chunk in parts] == chunks.counts[row % len(chunks.counts)].tolist()
         numbers = chunks.chunk[row % len(chunks.chunk)]
-        assert [np.flatnonzero(numbers == number).tolist() for number in range(len(each))] == list(map(sorted, each))
-        sums = [mass[row][one].sum(dtype=np.float64) for one in each]
+        assert [np.flatnonzero(numbers == number).tolist() for number in range(len(parts))] == list(map(sorted, parts))
+        sums = [mass[row][chunk].sum(dtype=np.float64) for chunk in parts]
         assert chunks.sums(mass)[row].tolist() == pytest.approx(sums)
 
 
 @given(cut())
 def test_the_best_chunks_are_taken_whole_until_the_budget_is_spent(case):
     chunks, mass, count = case
-    chosen = top_chunks(mass, chunks, count)
-    for row, mine in enumerate(mass):
-        each = chunks_of(chunks, row)
-        each = list(filter(None, each))
-        order = sorted(range(len(each)), key=lambda i: (-float(np.mean(mine[each[i]], dtype=np.float64)), i))
+    selected_tokens = top_chunks(mass, chunks, count)
+    for row, row_mass in enumerate(mass):
+        parts = chunks_of(chunks, row)
+        parts = list(filter(None, parts))
+        order = sorted(range(len(parts)), key=lambda i: (-float(np.mean(row_mass[parts[i]], dtype=np.float64)), i))
         expected: list[int] = []
         for i in order:
-            expected += each[i][: count - len(expected)]
-        assert chosen[row].tolist() == sorted(expected)
+            expected += parts[i][: count - len(expected)]
+        assert selected_tokens[row].tolist() == sorted(expected)
 
 
 @pytest.mark.parametrize(
@@ -100,14 +100,14 @@ def test_mass_is_what_softmax_gives(kv_heads, group, queries, tokens, scaled):
     query = torch.randn(heads, queries, dim, generator=generator)
     keys = torch.randn(kv_heads, tokens, dim, generator=generator)
     own = torch.randn(kv_heads, queries, dim, generator=generator)
-    every = torch.cat([keys, own], dim=1).repeat_interleave(group, 0)
-    logits = query @ every.transpose(1, 2) * (scaling or dim**-0.5)
-    seen = torch.ones(queries, tokens + queries, dtype=torch.bool).tril(tokens)
-    weights = logits.masked_fill(~seen, -torch.inf).softmax(-1)[:, :, :tokens]
+    all_keys = torch.cat([keys, own], dim=1).repeat_interleave(group, 0)
+    logits = query @ all_keys.transpose(1, 2) * (scaling or dim**-0.5)
+    visible = torch.ones(queries, tokens + queries, dtype=torch.bool).tril(tokens)
+    weights = logits.masked_fill(~visible, -torch.inf).softmax(-1)[:, :, :tokens]
     expected = weights.sum((0, 1)) / (heads * queries)
-    found = head_mass(query, keys, own, scaling).mean(0)
-    assert torch.allclose(found, expected, atol=1e-6)
-    assert float(found.sum()) <= 1 + 1e-5
+    mass = head_mass(query, keys, own, scaling).mean(0)
+    assert torch.allclose(mass, expected, atol=1e-6)
+    assert float(mass.sum()) <= 1 + 1e-5
 
 
 @given(st.integers(1, 4), st.integers(1, 12), st.data())
@@ -115,15 +115,15 @@ def test_the_best_tokens_of_each_head(heads, tokens, data):
     row = st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=tokens, max_size=tokens)
     mass = data.draw(st.lists(row, min_size=heads, max_size=heads))
     count = data.draw(st.integers(1, tokens))
-    found = top_of_each(torch.tensor(mass), count)
-    for chosen, mine in zip(found.tolist(), mass, strict=True):
-        assert chosen == sorted(sorted(range(tokens), key=lambda i: (-mine[i], i))[:count])
+    best = top_of_each(torch.tensor(mass), count)
+    for head_tokens, row_mass in zip(best.tolist(), mass, strict=True):
+        assert head_tokens == sorted(sorted(range(tokens), key=lambda i: (-row_mass[i], i))[:count])
 
 
 def test_the_threshold_is_that_of_the_paper():
     """According to the notes on IMPRESS, it is .111, .171, .311 and .517 at 5, 10, 25 and 50 %."""
-    found = [jaccard_threshold(round(1000 * budget), 1000, 0.6) for budget in (0.05, 0.1, 0.25, 0.5)]
-    assert found == pytest.approx([0.111, 0.171, 0.311, 0.517], abs=5e-4)
+    thresholds = [jaccard_threshold(round(1000 * budget), 1000, 0.6) for budget in (0.05, 0.1, 0.25, 0.5)]
+    assert thresholds == pytest.approx([0.111, 0.171, 0.311, 0.517], abs=5e-4)
 
 
 def test_how_alike_sets_are():
@@ -135,29 +135,29 @@ def test_how_alike_sets_are():
 def test_heads_that_agree_vote_and_others_choose_for_themselves():
     """Keys that three heads' queries meet or miss: two agree on tokens 1 and 2, the third wants 0 and 1."""
     keys = torch.zeros(3, 6, 4)
-    for head, wanted in enumerate([(1, 2), (1, 2), (1, 0)]):
-        keys[head, wanted[0], 0], keys[head, wanted[1], 0] = 8, 7
+    for head, tokens in enumerate([(1, 2), (1, 2), (1, 0)]):
+        keys[head, tokens[0], 0], keys[head, tokens[1], 0] = 8, 7
     query = torch.zeros(3, 1, 4)
     query[:, :, 0] = 8
-    seen: list[int | None] = []
+    heads_read: list[int | None] = []
 
     def given(heads):
-        seen.append(heads)
+        heads_read.append(heads)
         return keys[:heads]
 
-    asked = SelectionInput(query, torch.zeros(3, 1, 4), given, None, ChunkMap.by_slot(np.arange(6)[None], 6), 2)
-    choice = ProbeHeads(heads=3, alpha=0.6).choose(asked)  # 0.56 alike, the threshold is 0.38
-    assert (choice.tokens.tolist(), seen) == ([[1, 2]], [3])
-    choice = ProbeHeads(heads=3, alpha=0.1).choose(asked)  # the threshold is 0.85
-    assert (choice.tokens.tolist(), seen) == ([[1, 2], [1, 2], [0, 1]], [3, 3, None])
+    request = SelectionInput(query, torch.zeros(3, 1, 4), given, None, ChunkMap.by_slot(np.arange(6)[None], 6), 2)
+    choice = ProbeHeads(heads=3, alpha=0.6).choose(request)  # 0.56 alike, the threshold is 0.38
+    assert (choice.tokens.tolist(), heads_read) == ([[1, 2]], [3])
+    choice = ProbeHeads(heads=3, alpha=0.1).choose(request)  # the threshold is 0.85
+    assert (choice.tokens.tolist(), heads_read) == ([[1, 2], [1, 2], [0, 1]], [3, 3, None])
 
 
 def test_mass_in_pieces_is_the_same(monkeypatch):
     generator = torch.Generator().manual_seed(0)
     query, keys, own = (torch.randn(n, t, 8, generator=generator) for n, t in ((4, 9), (2, 50), (2, 9)))
-    whole = head_mass(query, keys, own)
+    at_once = head_mass(query, keys, own)
     monkeypatch.setattr("hf_tiered_cache.selection.selectors._LARGEST", 400)  # two rows at a time
-    assert torch.allclose(head_mass(query, keys, own), whole, atol=1e-7)
+    assert torch.allclose(head_mass(query, keys, own), at_once, atol=1e-7)
 
 
 def test_chunks_that_all_heads_share_are_rated_by_the_attention_of_all_heads():

@@ -21,17 +21,17 @@ class SetWindow:
         self.last_chosen: dict[int, int] = {}
         self.counts = [0, 0, 0]  # of the last step: in columns, from aside, from elsewhere
 
-    def step(self, now: int, chosen: list[int], pool: list[int]) -> None:
+    def step(self, step: int, selection: list[int], pool: list[int]) -> None:
         if self.capacity == 0:
             self.columns.clear()
-        wanted = set(chosen)
-        self.counts = [len(wanted & self.columns), len(wanted & self.aside), len(wanted - self.columns - self.aside)]
-        others = (self.columns | self.aside) - wanted
+        target = set(selection)
+        self.counts = [len(target & self.columns), len(target & self.aside), len(target - self.columns - self.aside)]
+        leaving = (self.columns | self.aside) - target
         room = max(self.capacity - self.num_columns, 0)
-        while len(others) > room:
-            others.remove(min(others, key=lambda chunk: self.worth(chunk, pool)))
-        self.columns, self.aside = wanted, others
-        self.last_chosen.update(dict.fromkeys(chosen, now))
+        while len(leaving) > room:
+            leaving.remove(min(leaving, key=lambda chunk: self.worth(chunk, pool)))
+        self.columns, self.aside = target, leaving
+        self.last_chosen.update(dict.fromkeys(selection, step))
 
     def worth(self, chunk: int, pool: list[int]) -> tuple[int, int, int]:
         in_pool = self.policy == "lookahead" and chunk in pool
@@ -50,9 +50,9 @@ class Memory:
         return np.where(chunks == EMPTY, EMPTY, heads * 100_000 + chunks)
 
     def move(self, moves) -> None:
-        _, brought, set_aside, fetched, _ = moves
+        _, back, set_aside, fetched, _ = moves
         out = self.columns[set_aside.heads, set_aside.columns]
-        self.columns[brought.heads, brought.columns] = self.aside[brought.slots]
+        self.columns[back.heads, back.columns] = self.aside[back.slots]
         self.aside[set_aside.slots] = out
         self.columns[fetched.heads, fetched.columns] = self.entry(fetched.heads, fetched.chunks)
 
@@ -60,11 +60,11 @@ class Memory:
 def ranked(rng, steps, heads, chunks, pool, memory=0.9):
     """Draw candidates of each step, best first, int64 `[steps, heads, pool]`, with drifting scores."""
     mean, drift = rng.normal(size=(2, heads, chunks))
-    found = np.empty((steps, heads, pool), np.int64)
+    rankings = np.empty((steps, heads, pool), np.int64)
     for step in range(steps):
         drift = memory * drift + (1 - memory**2) ** 0.5 * rng.normal(size=drift.shape)
-        found[step] = np.argsort(-(mean + drift), axis=1)[:, :pool]
-    return found
+        rankings[step] = np.argsort(-(mean + drift), axis=1)[:, :pool]
+    return rankings
 
 
 def run(window, pools):
@@ -97,14 +97,14 @@ def test_windows_do_what_the_model_does(seed, policy, num_columns, extra, room, 
     assert window.num_slots == heads * (room or 0)
     models = [SetWindow(capacity, num_columns, policy) for _ in range(heads)]
     device = Memory(window)
-    for now, pool in enumerate(ranked(rng, 25, heads, chunks, num_columns + extra, memory)):
-        if now == 12:
+    for step, pool in enumerate(ranked(rng, 25, heads, chunks, num_columns + extra, memory)):
+        if step == 12:
             chunks += 5
             window.grow(chunks)
             pool = np.where(pool == pool.min(), chunks - 1, pool)
-        chosen = rng.permuted(pool[:, :num_columns], axis=1)
+        selection = rng.permuted(pool[:, :num_columns], axis=1)
         columns, aside = state(window)
-        moves = window.plan(chosen, pool)
+        moves = window.plan(selection, pool)
         assert state(window) == (columns, aside)
         window.commit(moves)
         device.move(moves)
@@ -112,10 +112,10 @@ def test_windows_do_what_the_model_does(seed, policy, num_columns, extra, room, 
         assert window.columns.shape == (heads, num_columns)
         slot_heads = head_of_slot(window)
         for head, model in enumerate(models):
-            model.step(now, chosen[head].tolist(), pool[head].tolist())
+            model.step(step, selection[head].tolist(), pool[head].tolist())
             in_columns = window.columns[head].tolist()
             in_slots = [chunk for chunk in window.aside[slot_heads == head].tolist() if chunk != EMPTY]
-            assert sorted(in_columns) == sorted(model.columns) == sorted(chosen[head].tolist())
+            assert sorted(in_columns) == sorted(model.columns) == sorted(selection[head].tolist())
             assert sorted(in_slots) == sorted(model.aside)
             assert len({*in_columns, *in_slots}) == len(in_columns) + len(in_slots) <= max(model.capacity, num_columns)
             num_fetched, num_brought = ((of.heads == head).sum() for of in (moves.fetched, moves.brought))
@@ -124,9 +124,9 @@ def test_windows_do_what_the_model_does(seed, policy, num_columns, extra, room, 
                 stay = [column for column, chunk in enumerate(columns[head]) if chunk in model.columns]
                 assert all(in_columns[column] == columns[head][column] for column in stay)
                 assert num_fetched + num_brought == num_columns - len(stay)
-        held = window.aside != EMPTY
+        occupied = window.aside != EMPTY
         np.testing.assert_array_equal(device.columns, Memory.entry(np.arange(heads)[:, None], window.columns))
-        np.testing.assert_array_equal(device.aside[held], Memory.entry(slot_heads, window.aside)[held])
+        np.testing.assert_array_equal(device.aside[occupied], Memory.entry(slot_heads, window.aside)[occupied])
         assert_moves_are_disjoint(moves)
 
 
@@ -188,13 +188,13 @@ def test_growing_chunk_by_chunk_keeps_what_is_held():
 def test_lookahead_keeps_what_ranks_and_lru_what_was_chosen_last():
     steps = [np.array([[0, 1]]), np.array([[2, 3]]), np.array([[4, 5]])]
     pools = [np.array([[0, 1, 6]]), np.array([[2, 3, 0]]), np.array([[4, 5, 0]])]
-    kept = {}
+    aside = {}
     for policy in ("lookahead", "lru"):
         window = Window(2, 1, 4, 8, policy)
-        for chosen, pool in zip(steps, pools, strict=True):
-            window.commit(window.plan(chosen, pool))
-        kept[policy] = sorted(window.aside.tolist())
-    assert kept == {"lookahead": [0, 3], "lru": [2, 3]}
+        for selection, pool in zip(steps, pools, strict=True):
+            window.commit(window.plan(selection, pool))
+        aside[policy] = sorted(window.aside.tolist())
+    assert aside == {"lookahead": [0, 3], "lru": [2, 3]}
 
 
 def hit_rates(pools, num_columns, chunks, sizes, policy="lookahead"):
@@ -236,7 +236,7 @@ def test_windows_that_make_no_sense_are_refused(arguments):
 
 
 @pytest.mark.parametrize(
-    ("chosen", "pool"),
+    ("selection", "pool"),
     [
         ([[0, 1, 1], [0, 1, 2]], None),  # twice from outside
         ([[3, 4, 3], [0, 1, 2]], None),  # twice from a column
@@ -249,10 +249,10 @@ def test_windows_that_make_no_sense_are_refused(arguments):
         ([[0, 1, 2], [0, 1, 2]], [[0, 1], [0, 1]]),
     ],
 )
-def test_choices_that_make_no_sense_are_refused(chosen, pool):
+def test_choices_that_make_no_sense_are_refused(selection, pool):
     window = Window(3, 2, 6, 40)
     run(window, [np.array([[6, 7, 8], [6, 7, 8]]), np.array([[3, 4, 5], [3, 4, 5]])])
     before = state(window)
     with pytest.raises(ValueError):
-        window.plan(np.array(chosen), None if pool is None else np.array(pool))
+        window.plan(np.array(selection), None if pool is None else np.array(pool))
     assert state(window) == before
