@@ -48,8 +48,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_report_header(config: pytest.Config) -> str:
     """Say what is left out."""
-    every = config.getoption("--thorough")
-    return "examples: " + ("all" if every else "some of each property; make test-thorough runs all")
+    thorough = config.getoption("--thorough")
+    return "examples: " + ("all" if thorough else "some of each property; make test-thorough runs all")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -70,9 +70,9 @@ def _thinned(items: list[pytest.Item]) -> list[pytest.Item]:
     left_out, numbers = [], Counter[str]()
     for item in items:
         if (marker := item.get_closest_marker("thin")) and not item.get_closest_marker("thorough"):
-            every, test = marker.args[0], item.nodeid.partition("[")[0]
-            turn, value = divmod(numbers[test], every)
-            if value != (turn + turn // every) % every:  # not in step with a parameter that takes turns itself
+            period, test = marker.args[0], item.nodeid.partition("[")[0]
+            turn, value = divmod(numbers[test], period)
+            if value != (turn + turn // period) % period:  # not in step with a parameter that takes turns itself
                 left_out.append(item)
             numbers[test] += 1
     return left_out

@@ -64,10 +64,10 @@ class Ran:
         self.commands = []
 
     def run(self, command, **_):
-        restored = 16 if self.commands else 0
+        tokens_restored = 16 if self.commands else 0
         self.commands.append(command)
         result = {"question": "Who?", "answer": "[he]", "prompt_tokens": 20, "ttft_s": 0.1, "recompute_ttft_s": 1.0}
-        result |= {"tokens_restored": restored, "bytes_read": 5, "tier": "disk", "same_tokens": True}
+        result |= {"tokens_restored": tokens_restored, "bytes_read": 5, "tier": "disk", "same_tokens": True}
         return SimpleNamespace(returncode=0, stdout=json.dumps(result))
 
 
@@ -122,15 +122,15 @@ def test_a_long_context_is_computed_once_and_in_pieces(small, tmp_path, monkeypa
     assert example.main() == 0
     printed, errors = capfd.readouterr()
     assert errors.count("prefill: 100%") == 1
-    computed = re.search(r"tokens computed for it +(\d+) +(\d+) +(\d+)", printed)
-    stored, again, full = map(int, computed.groups())
+    counts = re.search(r"tokens computed for it +(\d+) +(\d+) +(\d+)", printed)
+    stored, again, full = map(int, counts.groups())
     assert stored == full > 1300
     assert again < full - 1300 + 16  # the question, the answer, and what is no 16 tokens
     assert "Of 8 tokens" in printed and "right answers" in printed
 
 
 def test_a_long_context_agrees_with_full_attention_as_far_as_the_budget_goes(small, tmp_path):
-    example, found = load(ROOT / "examples" / "long_context.py"), {}
+    example, by_budget = load(ROOT / "examples" / "long_context.py"), {}
     for budget in (1.0, 0.02):
         words = {
             "--model": small,
@@ -143,10 +143,10 @@ def test_a_long_context_agrees_with_full_attention_as_far_as_the_budget_goes(sma
         arguments = example.arguments_of([str(word) for pair in words.items() for word in pair])
         figures = example.answer_from_store(arguments)
         assert figures["host_memory"] == figures["kv_bytes"] // 10
-        found[budget] = example.answer_with_all(arguments)
-    assert found[1.0]["same"] == found[1.0]["of"] == 32
-    assert found[1.0]["KL"] < 1e-8
-    assert found[0.02]["KL"] > 100 * max(found[1.0]["KL"], 1e-10)
+        by_budget[budget] = example.answer_with_all(arguments)
+    assert by_budget[1.0]["same"] == by_budget[1.0]["of"] == 32
+    assert by_budget[1.0]["KL"] < 1e-8
+    assert by_budget[0.02]["KL"] > 100 * max(by_budget[1.0]["KL"], 1e-10)
 
 
 def test_a_cache_that_has_answered_is_freed_at_once():
@@ -154,11 +154,11 @@ def test_a_cache_that_has_answered_is_freed_at_once():
     example, model = load(ROOT / "examples" / "long_context.py"), build("qwen2")
     cache = DynamicCache(config=model.config)
     example.generate(model, prompt(20)[0].tolist(), cache, 2)
-    left = weakref.ref(cache)
+    cache_ref = weakref.ref(cache)
     gc.disable()
     try:
         del cache
-        assert left() is None
+        assert cache_ref() is None
     finally:
         gc.enable()
 
@@ -170,14 +170,14 @@ def test_facts_stand_in_the_text_where_they_are_said_to():
     tokenizer = AutoTokenizer.from_pretrained(example.REFERENCE)
     context, questions = example.prompts_for(tokenizer, example.arguments_of(["--tokens", "2000"]))
     assert len(context) == 2000 and len(questions) == 6
-    for number, asked in enumerate(questions, start=1):
-        said = tokenizer.decode(context[2000 - asked.distance :])
-        assert said.startswith(tokenizer.decode(asked.ids).replace("<q>", "<is>") + asked.answer)
-        assert abs((2000 - asked.distance) / 2000 - number / 7) < 0.02
-    context, (asked,) = example.prompts_for(
+    for number, entry in enumerate(questions, start=1):
+        passage = tokenizer.decode(context[2000 - entry.distance :])
+        assert passage.startswith(tokenizer.decode(entry.ids).replace("<q>", "<is>") + entry.answer)
+        assert abs((2000 - entry.distance) / 2000 - number / 7) < 0.02
+    context, (entry,) = example.prompts_for(
         tokenizer, example.arguments_of(["--tokens", "20000", "--question", "Who is she?"])
     )
-    assert len(context) == 20000 and tokenizer.decode(asked.ids) == "Who is she?" and not asked.answer
+    assert len(context) == 20000 and tokenizer.decode(entry.ids) == "Who is she?" and not entry.answer
     for sentence, question, answer in example.facts_for({}, 3):  # for models that do not speak that language
         assert f"{question.rpartition('Answer: ')[2]} {answer}." in sentence
 
@@ -187,9 +187,9 @@ def chat(folder, *arguments, code=0):
     command = [sys.executable, str(ROOT / "examples" / "chat.py"), "--store", str(folder), *arguments]
     if "--list" not in arguments:
         command += ["--model", REFERENCE]
-    done = processes.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == code, done.stderr
-    return done.stdout
+    process = processes.run(command, capture_output=True, text=True, timeout=120)
+    assert process.returncode == code, process.stderr
+    return process.stdout
 
 
 def test_a_chat_goes_on_in_another_process(tmp_path):
@@ -203,7 +203,7 @@ def test_a_chat_goes_on_in_another_process(tmp_path):
     assert again.count("<a58><b57>") == 2
     counts = re.findall(r"(\d+) of 431 tokens restored, of which (\d+) recomputed; 16 computed", again)
     # the turn that /idle has suspended is taken back
-    assert [int(restored) for restored, _ in counts] == [416, 416]
+    assert [int(tokens_restored) for tokens_restored, _ in counts] == [416, 416]
     recomputed = [int(tokens) for _, tokens in counts]
     assert 0 < recomputed[0] < 416 and recomputed[1] == 0  # then they are in memory
     (listed,) = [line.split() for line in chat(tmp_path, "--list").splitlines() if "alice" in line]
@@ -222,11 +222,11 @@ def test_a_chat_with_any_model(small, tmp_path, monkeypatch, capsys, template):
     if template:
         settings = Path(small) / "tokenizer_config.json"
         settings.write_text(json.dumps(json.loads(settings.read_text()) | {"chat_template": template}))
-    for said in (["--say", "Who wrote it?", "--document", str(report)], ["--say", "When?"]):
-        monkeypatch.setattr(sys, "argv", [*words, *said])
+    for arguments in (["--say", "Who wrote it?", "--document", str(report)], ["--say", "When?"]):
+        monkeypatch.setattr(sys, "argv", [*words, *arguments])
         assert example.main() == 0
-    restored, prompt = map(int, re.findall(r"(\d+) of (\d+) tokens restored", capsys.readouterr().out)[-1])
-    assert prompt - 64 < restored  # a turn, what is said around it, and what is no 16 tokens
+    tokens_restored, prompt = map(int, re.findall(r"(\d+) of (\d+) tokens restored", capsys.readouterr().out)[-1])
+    assert prompt - 64 < tokens_restored  # a turn, what is said around it, and what is no 16 tokens
     history = example.History.read(example.History.path(tmp_path / "chat", "chat"))
     assert [user for user, _ in history.turns] == ["Who wrote it?", "When?"]
     ids = example.Talker(example.load(small)[1]).prompt(history, "Why?")
@@ -304,14 +304,14 @@ def retriever(monkeypatch, capsys):
 
 
 def test_a_langchain_retriever_answers_from_stored_documents(retriever, corpus, tmp_path, monkeypatch):
-    texts, asked = corpus.made_corpus(True)
-    monkeypatch.setattr("retriever.made_corpus", lambda language: (texts[:16], asked))  # storing all takes long
+    texts, questions = corpus.made_corpus(True)
+    monkeypatch.setattr("retriever.made_corpus", lambda language: (texts[:16], questions))  # storing all takes long
     first = retriever("--store", tmp_path, "--question", "What is k59?", "--question", "<q><k44>")
     stored, before = map(int, re.search(r"(\d+) stored, (\d+) were before", first).groups())
     assert stored > 500 and before == 0
-    for found in re.findall(r"(\d+) of (\d+) tokens restored", first):
-        restored, prompt = map(int, found)
-        assert restored > prompt // 2
+    for counts in re.findall(r"(\d+) of (\d+) tokens restored", first):
+        tokens_restored, prompt = map(int, counts)
+        assert tokens_restored > prompt // 2
     assert len(re.findall(r"'<a1><b16>', first token", first)) == 2  # with what is stored, and with all computed
     assert len(re.findall(r"'<a8><b10>', first token", first)) == 2
     again = retriever("--store", tmp_path, "--question", "What is k59?")
@@ -326,11 +326,11 @@ def test_a_langchain_retriever_with_any_model_and_documents(retriever, small, tm
     for number, text in enumerate(texts):
         (tmp_path / "documents" / f"{number}.txt").write_text(text)
     words = ["--documents", tmp_path / "documents", "--question", "Who looked?", "--new-tokens", 4]
-    said = retriever(*words, "--k", 1, "--method", "cache_tune:recompute=0", model=small)
-    assert "documents 0\n" in said
-    restored, prompt = map(int, re.search(r"(\d+) of (\d+) tokens restored", said).groups())
-    there = len(Passage(f"{texts[0].strip()}\n\n").ids(AutoTokenizer.from_pretrained(small)))
-    assert restored == there // 16 * 16 and 100 < there < prompt
+    output = retriever(*words, "--k", 1, "--method", "cache_tune:recompute=0", model=small)
+    assert "documents 0\n" in output
+    tokens_restored, prompt = map(int, re.search(r"(\d+) of (\d+) tokens restored", output).groups())
+    document_tokens = len(Passage(f"{texts[0].strip()}\n\n").ids(AutoTokenizer.from_pretrained(small)))
+    assert tokens_restored == document_tokens // 16 * 16 and 100 < document_tokens < prompt
 
 
 @pytest.fixture
@@ -342,21 +342,21 @@ def corpus(monkeypatch):
 
 @pytest.mark.parametrize("language", [True, False])
 def test_the_retriever_finds_what_answers_take(corpus, language):
-    texts, asked = corpus.made_corpus(language)
-    assert len(texts) == 100 and len({one.question for one in asked}) == len(asked) == 64
-    found = corpus.Lexical(texts)
-    for one in asked:
-        best = found.best(one.question, 9)
+    texts, questions = corpus.made_corpus(language)
+    assert len(texts) == 100 and len({question.question for question in questions}) == len(questions) == 64
+    lexical = corpus.Lexical(texts)
+    for question in questions:
+        best = lexical.best(question.question, 9)
         assert len(best) == 9 and best == sorted(set(best))
-        assert set(one.needs) <= set(best) or (one.kind == "two hops" and not language)
-        assert one.answer in texts[one.needs[-1]] or one.answer in texts[one.needs[0]]
+        assert set(question.needs) <= set(best) or (question.kind == "two hops" and not language)
+        assert question.answer in texts[question.needs[-1]] or question.answer in texts[question.needs[0]]
 
 
 def test_words_that_are_rare_count_more(corpus):
-    found = corpus.Lexical(["a house by the sea", "a house by the road", "the sea by the road, the grey sea"])
-    assert found.best("the house", 1) in ([0], [1]) and found.best("grey", 1) == [2]
-    assert found.scores(["nowhere"]).tolist() == [0, 0, 0]
-    scores = found.scores(["sea"])
+    lexical = corpus.Lexical(["a house by the sea", "a house by the road", "the sea by the road, the grey sea"])
+    assert lexical.best("the house", 1) in ([0], [1]) and lexical.best("grey", 1) == [2]
+    assert lexical.scores(["nowhere"]).tolist() == [0, 0, 0]
+    scores = lexical.scores(["sea"])
     assert scores[2] > scores[0] > scores[1] == 0
 
 
@@ -373,12 +373,12 @@ def test_a_reader_gives_documents_the_tokens_they_were_stored_with(corpus, small
             tokenizer.chat_template = template
             answer = reader.answer("Who came?", texts[::-1])
             stored = [len(reader.passage(text).ids(tokenizer)) // 16 * 16 for text in texts]
-            assert sum(each.tokens_found for each in answer.stats.passages) == sum(stored)
+            assert sum(passage.tokens_found for passage in answer.stats.passages) == sum(stored)
             assert not answer.stats.reason and answer.ttft > 0
             anew = reader.answer("Who came?", texts, DynamicCache(config=model.config))
             ids = reader.prompt("Who came?", texts).input_ids
-            said = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False)
-            assert anew.text == tokenizer.decode(said[0, ids.shape[1] :], skip_special_tokens=True).strip()
+            output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False)
+            assert anew.text == tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True).strip()
             assert anew.tokens == ids.shape[1] and anew.stats is None
 
 
@@ -503,10 +503,10 @@ def test_a_trained_model_restores_what_it_would_have_said(tmp_path):
 
 def test_each_promise_names_tests_that_there_are():
     text = (ROOT / "docs" / "promises.md").read_text()
-    there = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    test_code = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
     named = set(re.findall(r"`(test_\w+)`", text))
     assert len(named) > 20
-    assert not [name for name in named if f"def {name}(" not in there]
+    assert not [name for name in named if f"def {name}(" not in test_code]
     rows = [
         line for line in text.splitlines() if line.startswith("| ") and "promise |" not in line and "---" not in line
     ]

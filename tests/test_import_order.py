@@ -34,37 +34,37 @@ LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
 
 
 def modules() -> dict[str, Path]:
-    found = {}
+    paths = {}
     for path in PACKAGE.rglob("*.py"):
         parts = (ROOT, *path.relative_to(PACKAGE).with_suffix("").parts)
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return found
+        paths[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return paths
 
 
-def imports(name: str, path: Path, known: dict[str, Path]) -> set[str]:
+def imports(name: str, path: Path, paths: dict[str, Path]) -> set[str]:
     """Return the imports of a module, including those in functions and those for type checkers."""
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-    found: set[str] = set()
+    names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.level:
             base = package.rsplit(".", node.level - 1)[0] if node.level > 1 else package
             base = f"{base}.{node.module}" if node.module else base
             for alias in node.names:
-                whole = f"{base}.{alias.name}"
-                found.add(whole if whole in known else base)
-    return found - {name}
+                submodule = f"{base}.{alias.name}"
+                names.add(submodule if submodule in paths else base)
+    return names - {name}
 
 
 def graph() -> dict[str, set[str]]:
-    known = modules()
-    return {name: imports(name, path, known) for name, path in known.items() if name != ROOT}
+    paths = modules()
+    return {name: imports(name, path, paths) for name, path in paths.items() if name != ROOT}
 
 
 def test_imports_point_down():
-    known = graph()
-    assert len(known) > 90
+    imports_of = graph()
+    assert len(imports_of) > 90
     try:
-        TopologicalSorter(known).prepare()
+        TopologicalSorter(imports_of).prepare()
     except CycleError as error:
         pytest.fail(" → ".join(error.args[1]))
 
@@ -74,10 +74,10 @@ def test_packages_have_an_order():
     wrong = []
     for name, imported in graph().items():
         own = name.split(".")[1]
-        for other in imported - {ROOT}:
-            theirs = other.split(".")[1]
-            if own != theirs and LEVEL[theirs] >= LEVEL[own]:
-                wrong.append(f"{name} imports {other}")
+        for imported_name in imported - {ROOT}:
+            package = imported_name.split(".")[1]
+            if own != package and LEVEL[package] >= LEVEL[own]:
+                wrong.append(f"{name} imports {imported_name}")
     assert not wrong
 
 

@@ -44,8 +44,8 @@ def restored(model, store, ids=None):
     ids = prompt(100) if ids is None else ids
     cache = TieredCache(model, store, record=False)
     mask = torch.ones_like(ids)  # generated ids may be the padding's, which generate() would take for padding
-    ours = model.generate(ids, attention_mask=mask, past_key_values=cache, **GREEDY)
-    assert torch.equal(ours, model.generate(ids, attention_mask=mask, **GREEDY))
+    output = model.generate(ids, attention_mask=mask, past_key_values=cache, **GREEDY)
+    assert torch.equal(output, model.generate(ids, attention_mask=mask, **GREEDY))
     return cache.stats.tokens_restored
 
 
@@ -124,10 +124,10 @@ def test_a_store_closed_under_a_request_does_not_fail_it(model, tmp_path):
         def end(self):
             pass
 
-    ours = model.generate(
+    output = model.generate(
         prompt(40), past_key_values=TieredCache(model, store), do_sample=False, max_new_tokens=600, streamer=Closing()
     )
-    assert torch.equal(ours, model.generate(prompt(40), do_sample=False, max_new_tokens=600))
+    assert torch.equal(output, model.generate(prompt(40), do_sample=False, max_new_tokens=600))
 
 
 def test_what_was_computed_is_stored_when_the_interpreter_ends(tmp_path):
@@ -191,8 +191,15 @@ def test_a_home_folder_is_understood(tmp_path, monkeypatch):
 
 
 def test_precompute_takes_prompts_in_many_forms(model, tmp_path):
-    one, two = prompt(50), prompt(40, seed=2)
-    forms = [one, one[0], one[0].tolist(), [one[0], two[0]], [one[0].tolist(), two[0].tolist()], torch.cat([one, one])]
+    first, second = prompt(50), prompt(40, seed=2)
+    forms = [
+        first,
+        first[0],
+        first[0].tolist(),
+        [first[0], second[0]],
+        [first[0].tolist(), second[0].tolist()],
+        torch.cat([first, first]),
+    ]
     with KVStore(tmp_path) as store:
         reports = [store.precompute(model, form, progress=False) for form in forms]
     assert [r.prompts for r in reports] == [1, 1, 1, 2, 2, 2]
@@ -225,19 +232,19 @@ def test_precompute_shows_its_progress(model, tmp_path, capsys):
 
 def test_a_long_prompt_is_computed_in_chunks_and_shows_its_progress(model, tmp_path, monkeypatch):
     monkeypatch.setattr(precompute, "CHUNK_TOKENS", 64)
-    ids, seen = prompt(200), []
+    ids, updates = prompt(200), []
     bar_over = precompute.bar_over
 
     def watched(prompts, progress):
         bar = bar_over(prompts, progress)
         update = bar.update
-        monkeypatch.setattr(bar, "update", lambda tokens: (seen.append(tokens), update(tokens)))
+        monkeypatch.setattr(bar, "update", lambda tokens: (updates.append(tokens), update(tokens)))
         return bar
 
     monkeypatch.setattr(precompute, "bar_over", watched)
     with KVStore(tmp_path) as store:
         report = store.precompute(model, ids)
-        assert (seen, report.stored, report.restored) == ([64, 64, 64, 8], 192, 0)
+        assert (updates, report.stored, report.restored) == ([64, 64, 64, 8], 192, 0)
         (row,) = store.segments()
         assert row.tokens == 192
         cache, reference = TieredCache(model, store, record=False), DynamicCache(config=model.config)
@@ -246,9 +253,9 @@ def test_a_long_prompt_is_computed_in_chunks_and_shows_its_progress(model, tmp_p
             for chunk in ids.split(64, dim=1):
                 model(input_ids=chunk, past_key_values=reference, use_cache=True)
         assert cache.stats.tokens_restored == 192
-        for ours, theirs in zip(cache.layers, reference.layers, strict=True):
-            assert torch.equal(ours.keys[:, :, :192], theirs.keys[:, :, :192])
-            assert torch.equal(ours.values[:, :, :192], theirs.values[:, :, :192])
+        for layer, expected in zip(cache.layers, reference.layers, strict=True):
+            assert torch.equal(layer.keys[:, :, :192], expected.keys[:, :, :192])
+            assert torch.equal(layer.values[:, :, :192], expected.values[:, :, :192])
         again = store.precompute(model, ids, progress=False)
         assert again.stored == 0
         assert again.restored >= 192 - 3  # the last token of each chunk is computed
@@ -335,10 +342,10 @@ def test_many_threads_write_and_read_one_store(tmp_path):
 
         def work(number):
             for i in range(12):
-                which = (number + i) % len(prompts)
+                index = (number + i) % len(prompts)
                 cache = TieredCache(models[number], store)
-                ours = models[number].generate(prompts[which], past_key_values=cache, **GREEDY)
-                assert torch.equal(ours, expected[which])
+                output = models[number].generate(prompts[index], past_key_values=cache, **GREEDY)
+                assert torch.equal(output, expected[index])
 
         run_in_threads(work, range(4))
         assert store.verify().ok
@@ -407,12 +414,12 @@ def test_a_request_does_not_wait_for_its_own_writing(model, tmp_path, monkeypatc
                 arguments = GREEDY | {"prefill_chunk_size": 64}
             else:
                 model.generate(prompt(300)[:, :200], past_key_values=cache, max_new_tokens=1)
-            ours = model.generate(prompt(300), past_key_values=cache, **arguments)
+            output = model.generate(prompt(300), past_key_values=cache, **arguments)
             assert not may_write.is_set()
         finally:
             timer.cancel()
             may_write.set()
-        assert torch.equal(ours, model.generate(prompt(300), **GREEDY))
+        assert torch.equal(output, model.generate(prompt(300), **GREEDY))
         store.flush()
         assert restored(model, store, prompt(300)) == 288
 
@@ -515,10 +522,10 @@ def test_a_store_imports_torch_for_tensors_only(model, root):
         "store.flush()",
         "store.clear()",
     ]
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", NO_TENSORS, str(root), *uses], capture_output=True, text=True, timeout=120
     )
-    assert done.returncode == 0, done.stderr
+    assert process.returncode == 0, process.stderr
 
 
 def test_a_store_needs_no_transformers(root):
@@ -535,5 +542,5 @@ with KVStore({str(root)!r}) as store:
 for name in METHODS:
     make_method(name)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert process.returncode == 0, process.stderr

@@ -24,9 +24,9 @@ WARN = "logging.getLogger('hf_tiered_cache').warning('%d tokens', 5)"
 )
 def test_each_line_is_printed_once_and_names_the_library(before, line):
     code = f"import logging, hf_tiered_cache\n{before}\n{WARN}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stderr.splitlines() == [line]
-    assert not done.stdout
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert process.stderr.splitlines() == [line]
+    assert not process.stdout
 
 
 def test_the_handler_is_added_once_and_leaves_levels_to_the_program():

@@ -220,14 +220,14 @@ def test_shares_are_numbers(wrong):
 
 @pytest.mark.parametrize("wrong", [0, 1, 4, None, "true"])
 def test_switches_are_true_or_false(wrong):
-    asked = 0
+    switches = 0
     for kind in METHODS.values():
         for option in fields(kind):
             if option.init and option.type == "bool":
-                asked += 1
+                switches += 1
                 with pytest.raises(ConfigError, match=f"{option.name} must be True or False, not"):
                     kind(**{option.name: wrong})
-    assert asked > 5
+    assert switches > 5
 
 
 @pytest.mark.parametrize("wrong", [0, None, "no"])

@@ -48,15 +48,15 @@ def in_a_kernel(path, tmp_path):
 
 def in_a_forked_process(path, tmp_path):
     """Run the cells of a notebook without importing PyTorch and transformers again; returns it with its outputs."""
-    folder, done = tmp_path / "run", tmp_path / "done.ipynb"
+    folder, executed_path = tmp_path / "run", tmp_path / "done.ipynb"
     folder.mkdir()
     (tmp_path / "temporary").mkdir()
     environment = os.environ | {"PYTHONPATH": str(ROOT), "NOTEBOOK_MODEL": str(REFERENCE)}
     environment["TMPDIR"] = str(tmp_path / "temporary")
-    command = [sys.executable, notebook_cells.__file__, path, done]
+    command = [sys.executable, notebook_cells.__file__, path, executed_path]
     processes.run(command, env=environment, cwd=folder, stdout=processes.DEVNULL, check=True)
     assert not [path.name for path in folder.iterdir() if not path.name.startswith("hf-tiered-notebook-")]
-    return nbformat.read(done, as_version=4)
+    return nbformat.read(executed_path, as_version=4)
 
 
 @pytest.fixture
@@ -91,15 +91,15 @@ def test_it_runs_on_the_reference_model(path, executed, tmp_path, monkeypatch, l
     if path.stem == "serving" and not is_serve_available():
         pytest.skip("the server needs the extra `serve`")
     monkeypatch.setenv("NOTEBOOK_TOKENS", "512" if path.stem in LONGER else "256")
-    done = executed(path, tmp_path)
-    restored = [int(number) for number in re.findall(r"(\d+)(?: of \d+)? tokens restored", printed(done))]
-    assert max(restored) > 64
-    assert any("image/png" in output.get("data", {}) for output in outputs(done))
+    notebook = executed(path, tmp_path)
+    tokens_restored = [int(number) for number in re.findall(r"(\d+)(?: of \d+)? tokens restored", printed(notebook))]
+    assert max(tokens_restored) > 64
+    assert any("image/png" in output.get("data", {}) for output in outputs(notebook))
     if path.stem == "few_shot":
-        tables = [output.data["text/html"] for output in outputs(done) if "text/html" in output.get("data", {})]
+        tables = [output.data["text/html"] for output in outputs(notebook) if "text/html" in output.get("data", {})]
         assert tables
         for name in ("labels", "sst2", "trec"):
-            assert f"{name}: 2 sentences after prompts of" in printed(done)
+            assert f"{name}: 2 sentences after prompts of" in printed(notebook)
             assert all(f">{name}</th>" in table for table in tables)
 
 

@@ -120,7 +120,7 @@ class Plain(Exact):
 class Demanding(Exact):
     """Method that cannot be created without arguments."""
 
-    wanted: int
+    size: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,9 +272,9 @@ class Faulty(Selector):
 
     make: object = None
 
-    def choose(self, asked: SelectionInput) -> Selection:
-        tokens = self.make(asked.chunks.tokens, asked.count)
-        return Selection(tokens, np.zeros((1, asked.chunks.tokens), np.float32))
+    def choose(self, request: SelectionInput) -> Selection:
+        tokens = self.make(request.chunks.tokens, request.count)
+        return Selection(tokens, np.zeros((1, request.chunks.tokens), np.float32))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -330,11 +330,11 @@ def test_a_faulty_selection_is_refused(kind, model, store):
 class ByLayer(Selector):
     """Selector that notes which layers it selects for."""
 
-    seen: list = field(default_factory=list)
+    layers_seen: list = field(default_factory=list)
 
-    def choose(self, asked: SelectionInput) -> Selection:
-        self.seen.append(asked.layer)
-        return Selection(np.arange(asked.count)[None], np.zeros((1, asked.chunks.tokens), np.float32))
+    def choose(self, request: SelectionInput) -> Selection:
+        self.layers_seen.append(request.layer)
+        return Selection(np.arange(request.count)[None], np.zeros((1, request.chunks.tokens), np.float32))
 
 
 @pytest.mark.parametrize("reselect", [False, True])
@@ -344,9 +344,9 @@ def test_a_selector_knows_its_layer(model, store, monkeypatch, reselect, period)
     monkeypatch.setattr(ByFaulty, "selector", lambda self: selector)
     ask(model, store, question(prompt(PREFIX)), ByFaulty(0.25, reselect=reselect))
     firsts = list(range(0, model.config.num_hidden_layers, period))
-    assert selector.seen[: len(firsts)] == firsts
-    assert selector.seen == firsts * (len(selector.seen) // len(firsts))
-    assert (len(selector.seen) > len(firsts)) == reselect
+    assert selector.layers_seen[: len(firsts)] == firsts
+    assert selector.layers_seen == firsts * (len(selector.layers_seen) // len(firsts))
+    assert (len(selector.layers_seen) > len(firsts)) == reselect
 
 
 # --- an index whose results cannot be used
@@ -386,12 +386,12 @@ INDEX_FAULTS = {
 
 @pytest.mark.parametrize("kind", INDEX_FAULTS)
 def test_a_faulty_result_of_an_index_is_refused(kind, model, tmp_path, monkeypatch):
-    where, make, reason = INDEX_FAULTS[kind]
+    name, make, reason = INDEX_FAULTS[kind]
     monkeypatch.setattr(DECODE_INDEXES, "_parts", dict(DECODE_INDEXES._parts))
-    monkeypatch.setattr(FaultyIndex, "results", {where: make})
+    monkeypatch.setattr(FaultyIndex, "results", {name: make})
     register_index("faulty", FaultyIndex)
     method = KVDrive(0.25, index="faulty", local=16)
-    with KVStore(tmp_path, engine="posix") as store, pytest.raises(ConfigError, match=f"FaultyIndex.{where}.*{reason}"):
+    with KVStore(tmp_path, engine="posix") as store, pytest.raises(ConfigError, match=f"FaultyIndex.{name}.*{reason}"):
         fill(store, model, prompt(PREFIX), method)
         ask(model, store, question(prompt(PREFIX)), method)
 
@@ -409,7 +409,7 @@ def test_an_unknown_kind_of_prefetch_is_refused(model, store):
 
 @pytest.mark.parametrize("mass", [None, np.zeros(192), np.zeros((1, 5))], ids=["none", "flat", "short"])
 def test_attention_of_a_wrong_shape_is_refused(mass, model, store, monkeypatch):
-    monkeypatch.setattr(Faulty, "choose", lambda self, asked: Selection(np.arange(asked.count)[None], mass))
+    monkeypatch.setattr(Faulty, "choose", lambda self, request: Selection(np.arange(request.count)[None], mass))
     with pytest.raises(ConfigError, match=r"Faulty returned mass of shape .*; \[rows, 192\] is expected"):
         ask(model, store, question(prompt(PREFIX)), ByFaulty(0.25))
 
@@ -419,7 +419,7 @@ def test_attention_that_is_not_finite_is_refused(number, model, store, monkeypat
     """Otherwise it would be ranked in an arbitrary order."""
     mass = np.zeros((1, 192), np.float32)
     mass[0, 100] = number
-    monkeypatch.setattr(Faulty, "choose", lambda self, asked: Selection(np.arange(asked.count)[None], mass))
+    monkeypatch.setattr(Faulty, "choose", lambda self, request: Selection(np.arange(request.count)[None], mass))
     with pytest.raises(ConfigError, match=r"Faulty of the method ByFaulty returned mass with (NaN|infinity)"):
         ask(model, store, question(prompt(PREFIX)), ByFaulty(0.25))
 
@@ -431,7 +431,7 @@ def test_a_class_in_place_of_a_selector_is_refused(model, store, monkeypatch):
 
 
 def test_what_is_no_selection_is_refused(model, store, monkeypatch):
-    monkeypatch.setattr(Faulty, "choose", lambda self, asked: np.arange(asked.count)[None])
+    monkeypatch.setattr(Faulty, "choose", lambda self, request: np.arange(request.count)[None])
     with pytest.raises(ConfigError, match=r"Faulty\.choose returned ndarray; it must be a Selection"):
         ask(model, store, question(prompt(PREFIX)), ByFaulty(0.25))
 
@@ -514,9 +514,9 @@ def test_the_code_of_the_page_runs(tmp_path):
     """It runs in a separate process, since it registers its parts; it asserts the page's claims."""
     program = tmp_path / "page.py"
     program.write_text("\n".join(blocks_of("extending.md")))
-    done = processes.run([sys.executable, program], cwd=tmp_path, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "restored" in done.stdout
+    process = processes.run([sys.executable, program], cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert process.returncode == 0, process.stderr[-3000:]
+    assert "restored" in process.stdout
 
 
 def test_a_baseline_is_found_by_its_name():

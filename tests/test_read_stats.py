@@ -53,10 +53,10 @@ def test_an_index_is_read_once_and_told(name, model, tmp_path):
     with KVStore(tmp_path, engine="posix", host_memory=0) as store:
         fill(store, model, ids, method)
         first, second = asked(model, store, ids, method, times=2)
-        kept = store._storage.residency.index_cache.allocated
-    assert first.details.index_bytes == second.details.index_bytes == kept
-    assert bool(kept) == (name in RESIDENT)
-    if kept:
+        index_bytes = store._storage.residency.index_cache.allocated
+    assert first.details.index_bytes == second.details.index_bytes == index_bytes
+    assert bool(index_bytes) == (name in RESIDENT)
+    if index_bytes:
         assert first.details.bytes_delivered_identifying > 0 == second.details.bytes_delivered_identifying
     else:
         assert purposes(first) == purposes(second)
@@ -84,14 +84,14 @@ def test_what_a_comparison_needs_and_no_layer_attends_to_counts_apart(tmp_path):
 
 def test_decoded_tokens_count_what_they_ask_for(model, tmp_path):
     """They count nothing, or the newly selected blocks that the layers did not hold."""
-    ids, found = prompt(PREFIX), {}
+    ids, bytes_delivered = prompt(PREFIX), {}
     with KVStore(tmp_path, engine="posix", host_memory=0) as store:
         fill(store, model, ids)
         for again in (False, True):
             stats = asked(model, store, ids, replace(METHOD, reselect=again, gain=0))[0]
             assert purposes(stats) == from_disk(stats)
-            found[again] = stats.details.bytes_delivered
-    assert found[1] > found[0]
+            bytes_delivered[again] = stats.details.bytes_delivered
+    assert bytes_delivered[1] > bytes_delivered[0]
 
 
 def test_the_keys_of_an_index_are_brought_once(model, tmp_path):
@@ -99,9 +99,9 @@ def test_the_keys_of_an_index_are_brought_once(model, tmp_path):
     with KVStore(tmp_path, engine="posix") as store:
         fill(store, model, ids, method)
         first, stats = asked(model, store, ids, method, times=2)
-        every = sum(store.lookup(model, question(ids), method=method).bytes.values())
-        kept = store._storage.residency.index_cache.allocated
+        lookup_bytes = sum(store.lookup(model, question(ids), method=method).bytes.values())
+        index_bytes = store._storage.residency.index_cache.allocated
     # values are stored with the keys
-    assert (first.details.bytes_delivered_identifying, stats.details.bytes_delivered_identifying) == (every, 0)
-    assert first.details.index_bytes == stats.details.index_bytes == kept > 0
+    assert (first.details.bytes_delivered_identifying, stats.details.bytes_delivered_identifying) == (lookup_bytes, 0)
+    assert first.details.index_bytes == stats.details.index_bytes == index_bytes > 0
     assert stats.details.bytes_delivered == sum(tier.bytes for tier in stats.tiers.values())

@@ -81,9 +81,9 @@ def test_a_cache_that_is_filled_beside_the_attached_model(store, caplog, method,
     assert cache.stats.tokens_restored == 80 and not cache.stats.reason
     if beside == "a detached model":
         detach(model)
-    other = model if beside == "a detached model" else model.model
+    called_model = model if beside == "a detached model" else model.model
     for token in prompt(2)[0]:
-        other(token.view(1, 1), past_key_values=cache)
+        called_model(token.view(1, 1), past_key_values=cache)
     assert cache.get_seq_length() == 98
     assert cache.stats.reason == reasons.FILLED_ELSEWHERE
     assert caplog.text.count(reasons.FILLED_ELSEWHERE) == 1
@@ -181,8 +181,8 @@ def test_what_follows_a_selection_is_computed(store):
     model, method = build("llama"), ContiguousKV(0.25, period=2)
     store.precompute(model, prompt(80), method=method, progress=False)
     cache = TieredCache(model, store, method=method)
-    said = model.generate(prompt(80), past_key_values=cache, **GREEDY)
-    model.generate(torch.cat([said, prompt(20, seed=2)], dim=1), past_key_values=cache, **GREEDY)
+    output = model.generate(prompt(80), past_key_values=cache, **GREEDY)
+    model.generate(torch.cat([output, prompt(20, seed=2)], dim=1), past_key_values=cache, **GREEDY)
     assert cache.stats.reason == reasons.APPROXIMATE
 
 
@@ -191,10 +191,10 @@ def test_chunked_prefill_restores_all_instead_of_a_budget_and_says_so(store, cap
     model, ids = build("llama"), prompt(200)
     store.precompute(model, ids[:, :160], method=method, progress=False)
     cache = TieredCache(model, store, method=method)
-    ours = model.generate(ids, past_key_values=cache, prefill_chunk_size=80, **GREEDY)
+    output = model.generate(ids, past_key_values=cache, prefill_chunk_size=80, **GREEDY)
     assert cache.stats.reason == reasons.IN_CHUNKS and "prefill_chunk_size" in caplog.text
     assert cache.stats.tokens_restored == 158  # the last tokens of two chunks have logits
-    assert torch.equal(ours, model.generate(ids, **GREEDY))
+    assert torch.equal(output, model.generate(ids, **GREEDY))
     for options in ({}, {"prompt_lookup_num_tokens": 2}):
         cache = TieredCache(model, store, method=method)
         model.generate(ids, past_key_values=cache, **options, **GREEDY)
@@ -243,8 +243,8 @@ def test_the_reason_stands_in_the_table_in_json_and_in_notebooks(store):
 def test_a_cache_that_goes_on_counts_what_it_keeps(store):
     model = build("llama")
     cache = TieredCache(model, store)
-    said = model.generate(prompt(80), past_key_values=cache, **GREEDY)
-    model.generate(torch.cat([said, prompt(20, seed=2)], dim=1), past_key_values=cache, **GREEDY)
+    output = model.generate(prompt(80), past_key_values=cache, **GREEDY)
+    model.generate(torch.cat([output, prompt(20, seed=2)], dim=1), past_key_values=cache, **GREEDY)
     assert cache.stats.details.tokens_kept == 83
     assert "1 of 2 requests" in str(cache.stats)
 

@@ -14,9 +14,9 @@ from hf_tiered_cache.tiers.collector import StatsCollector
 
 def test_tiers_have_their_names():
     request, store = RequestStats(), StoreStats()
-    for one in (request, store):
-        assert list(one.tiers) == list(stats.TIERS) == ["device", "host", "disk"]
-        assert (one.device, one.host, one.disk) == tuple(one.tiers.values())
+    for counters in (request, store):
+        assert list(counters.tiers) == list(stats.TIERS) == ["device", "host", "disk"]
+        assert (counters.device, counters.host, counters.disk) == tuple(counters.tiers.values())
     request.disk.hits = 3
     store.disk.budget = None
     assert request.as_dict()["disk"] == {"blocks": 0, "bytes": 0, "hits": 3, "misses": 0}
