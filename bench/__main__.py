@@ -157,14 +157,14 @@ def main(arguments: list[str] | None = None) -> int:
     comparer.add_argument("after", type=Path, help="folder of the second results")
     comparer.add_argument("--all", action="store_true", help="also print times that did not change")
     comparer.add_argument("--fail", action="store_true", help="exit with status 1 if anything became slower")
-    chosen = parser.parse_args(arguments)
-    if chosen.command == "run":
-        return min(1, run(chosen.suite, chosen.out))
-    if chosen.command == "report":
-        report(chosen.folder)
+    options = parser.parse_args(arguments)
+    if options.command == "run":
+        return min(1, run(options.suite, options.out))
+    if options.command == "report":
+        report(options.folder)
         return 0
-    slower = compare(chosen.before, chosen.after, chosen.all)
-    return int(chosen.fail and slower > 0)
+    slower = compare(options.before, options.after, options.all)
+    return int(options.fail and slower > 0)
 
 
 if __name__ == "__main__":

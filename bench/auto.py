@@ -134,8 +134,8 @@ class Bench:
             actions = {name: lambda name=name, length=length: self.ask(name, rate, length) for name in METHODS}
             rows = interleaved(actions, turns_of(arguments, length), warm_up=length <= LONG)
             summaries[length] = summarise(length, rows)
-            if (known := costs[length]) is not None:
-                summaries[length]["predicted_recompute_s"] = float(known.computing(length)) + known.overhead
+            if (costs_at := costs[length]) is not None:
+                summaries[length]["predicted_recompute_s"] = float(costs_at.computing(length)) + costs_at.overhead
         return {"calibration_s": calibration_s, "prefixes": summaries}
 
 

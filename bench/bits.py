@@ -49,7 +49,7 @@ def compare(model: PreTrainedModel, prompts: int, tokens: int, store: KVStore) -
         ids = torch.randint(3, vocabulary, (1, PREFIX + SUFFIX), generator=generator)
         store.precompute(model, ids[:, :PREFIX], progress=False)
         tiered = TieredCache(model, store, record=False)
-        restored = answer(model, ids, tiered, tokens)
+        tiered_answer = answer(model, ids, tiered, tokens)
         if tiered.stats.tokens_restored != PREFIX:
             raise RuntimeError(f"{tiered.stats.tokens_restored} of {PREFIX} tokens were restored")
         filled = DynamicCache(config=model.config)
@@ -58,7 +58,7 @@ def compare(model: PreTrainedModel, prompts: int, tokens: int, store: KVStore) -
         two_passes = answer(model, ids, filled, tokens)
         single_pass = answer(model, ids, DynamicCache(config=model.config), tokens)
         for name, (left_answer, right_answer) in zip(
-            pairs, ((restored, two_passes), (restored, single_pass), (two_passes, single_pass)), strict=True
+            pairs, ((tiered_answer, two_passes), (tiered_answer, single_pass), (two_passes, single_pass)), strict=True
         ):
             differ[name] += not torch.equal(left_answer[0], right_answer[0])
             greedy[name] += not torch.equal(left_answer[1], right_answer[1])

@@ -238,26 +238,28 @@ def measure(simulation: Simulation, prompts: list[tuple[list[int], list[int]]], 
     for number, (ids, question) in enumerate(tqdm(prompts, unit="question")):
         if ids != last_ids:
             prefix, last_ids = simulation.prefix(ids), ids
-        later, everything = bool(prefix.attention), Choice(None, 1.0, prefix)
+        asked_before, everything = bool(prefix.attention), Choice(None, 1.0, prefix)
         full = simulation.first_token(question, everything)
         for share in shares:
             for name, way in WAYS.items():
-                if way.order == "questions" and not later:
+                if way.order == "questions" and not asked_before:
                     continue
                 logprobs = simulation.first_token(question, Choice(way, share, prefix))
                 kl = float((full.exp() * (full - logprobs)).sum())
                 is_same = bool(logprobs.argmax() == full.argmax())
                 rows.append(
-                    {"question": number, "share": share, "way": name, "kl": kl, "same": is_same, "later": later}
+                    {"question": number, "share": share, "way": name, "kl": kl, "same": is_same, "later": asked_before}
                 )
         for layer, layer_mass in everything.mass.items():
             prefix.attention[layer] = prefix.attention.get(layer, 0) + layer_mass
     return rows
 
 
-def summary(rows: list[dict[str, Any]], share: float, way: str, later: bool) -> str:
+def summary(rows: list[dict[str, Any]], share: float, way: str, later_only: bool) -> str:
     """Return the mean KL with a 95 % interval by bootstrap, and the agreement."""
-    selected_rows = [row for row in rows if (row["share"], row["way"]) == (share, way) and (row["later"] or not later)]
+    selected_rows = [
+        row for row in rows if (row["share"], row["way"]) == (share, way) and (row["later"] or not later_only)
+    ]
     if not selected_rows:
         return "–"
     losses = np.array([row["kl"] for row in selected_rows])
@@ -275,15 +277,15 @@ def report(document: dict[str, Any]) -> str:
         "Columns: share of the prefix's KV that each layer and head attends to. Indexes are not counted.\n"
     )
     for task, rows in document["tasks"].items():
-        for later in (False, True):
-            question_numbers = {row["question"] for row in rows if row["later"] or not later}
-            if later and not question_numbers:
+        for later_only in (False, True):
+            question_numbers = {row["question"] for row in rows if row["later"] or not later_only}
+            if later_only and not question_numbers:
                 continue
-            heading = "later questions" if later else "all questions"
+            heading = "later questions" if later_only else "all questions"
             lines = [
-                [name, *(summary(rows, share, name, later) for share in arguments["shares"])]
+                [name, *(summary(rows, share, name, later_only) for share in arguments["shares"])]
                 for name, way in WAYS.items()
-                if later or way.order != "questions"
+                if later_only or way.order != "questions"
             ]
             headings = ["", *(f"{share:.0%}" for share in arguments["shares"])]
             parts.append(f"## {task}, {heading} ({len(question_numbers)})\n\n" + table(headings, lines))

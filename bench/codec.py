@@ -173,29 +173,29 @@ def agreement(
     """Compare each variant with full KV: top-1 agreement, divergence, and right answers."""
     rows_by_way: dict[str, dict[str, list[float]]] = {}
 
-    def note(way: str, logits: torch.Tensor, full: torch.Tensor, rest: torch.Tensor, answer: int) -> None:
+    def note(way: str, logits: torch.Tensor, full: torch.Tensor, suffix: torch.Tensor, answer: int) -> None:
         log_probs, full_log_probs = logits.log_softmax(-1), full.log_softmax(-1)
         row = rows_by_way.setdefault(way, {"top1": [], "kl": [], "right": []})
         row["top1"] += (log_probs.argmax(-1) == full_log_probs.argmax(-1)).double().tolist()
         row["kl"] += (full_log_probs.exp() * (full_log_probs - log_probs)).sum(-1).clamp(min=0).tolist()
-        row["right"].append(float((logits[-answer - 1 : -1].argmax(-1) == rest[0, -answer:]).all()))
+        row["right"].append(float((logits[-answer - 1 : -1].argmax(-1) == suffix[0, -answer:]).all()))
 
-    for prefix, rest, answer in tqdm(questions(folder, tokens, count), total=count, unit="question"):
+    for prefix, suffix, answer in tqdm(questions(folder, tokens, count), total=count, unit="question"):
 
-        def ask(cache: Cache, rest: torch.Tensor = rest) -> torch.Tensor:
-            out = model(input_ids=rest, past_key_values=cache, use_cache=True)
-            return out.logits[0, -rest.shape[1] :].double()
+        def ask(cache: Cache, suffix: torch.Tensor = suffix) -> torch.Tensor:
+            out = model(input_ids=suffix, past_key_values=cache, use_cache=True)
+            return out.logits[0, -suffix.shape[1] :].double()
 
         full = ask(fill_cache(model, DynamicCache(config=model.config), prefix))
-        note("full KV", full, full, rest, answer)
+        note("full KV", full, full, suffix, answer)
         for way, fill in compared.items():
             cache = fill(prefix)
             if isinstance(cache, TieredCache):
-                logits = ask_behind(model, cache, prefix, rest)
+                logits = ask_behind(model, cache, prefix, suffix)
                 assert cache.stats.tokens_restored == prefix.shape[1], "the prefix was not restored"
             else:
                 logits = ask(cache)
-            note(way, logits, full, rest, answer)
+            note(way, logits, full, suffix, answer)
     return {
         way: {
             "tokens": len(row["kl"]),
@@ -209,10 +209,10 @@ def agreement(
     }
 
 
-def ask_behind(model: PreTrainedModel, cache: TieredCache, prefix: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
-    """Return the logits of `rest`, float64 `[tokens, vocabulary]`, after a prefix that the cache restores."""
-    ids = torch.cat([prefix, rest], dim=1)
-    return model(input_ids=ids, past_key_values=cache, logits_to_keep=rest.shape[1]).logits[0].double()
+def ask_behind(model: PreTrainedModel, cache: TieredCache, prefix: torch.Tensor, suffix: torch.Tensor) -> torch.Tensor:
+    """Return the logits of `suffix`, float64 `[tokens, vocabulary]`, after a prefix that the cache restores."""
+    ids = torch.cat([prefix, suffix], dim=1)
+    return model(input_ids=ids, past_key_values=cache, logits_to_keep=suffix.shape[1]).logits[0].double()
 
 
 # --- reporting

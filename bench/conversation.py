@@ -356,11 +356,11 @@ def report(document: dict[str, Any]) -> str:
             line += [f"{row[key]:.2f}" if row.get(key) is not None else "" for key in sources]
             line += [f"{row[key]:.2f}" for key in ("load_over_it", "partial_over_it")]
             if "stored_bytes" in row:
-                computed = 1 - row["from_memory"] - row["from_disk"]
+                computed_share = 1 - row["from_memory"] - row["from_disk"]
                 shares = (
                     row["from_memory"],
                     row["from_disk"],
-                    computed,
+                    computed_share,
                     row["stall_share"],
                     row["load_idle_share"],
                 )

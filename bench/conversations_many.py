@@ -110,9 +110,9 @@ def work(folder: str, method: str, count: str, turns: str, seed: str) -> dict[st
 
 def worker(*arguments: Any) -> dict[str, Any]:
     """Run `work` in a new process."""
-    here = Path(__file__).parent
-    command = [sys.executable, str(here / "conversations_many.py"), "--work", *map(str, arguments)]
-    environment = os.environ | {"PYTHONPATH": str(here.parent)}
+    folder = Path(__file__).parent
+    command = [sys.executable, str(folder / "conversations_many.py"), "--work", *map(str, arguments)]
+    environment = os.environ | {"PYTHONPATH": str(folder.parent)}
     process = subprocess.run(command, capture_output=True, text=True, check=True, timeout=1200, env=environment)
     result: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
     return result

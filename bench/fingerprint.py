@@ -77,12 +77,12 @@ def turn(folder: Path, arguments: argparse.Namespace, device: torch.device) -> d
 
 
 def _first(
-    folder: Path, arguments: argparse.Namespace, device: torch.device, where: str
+    folder: Path, arguments: argparse.Namespace, device: torch.device, place: str
 ) -> tuple[dict[str, float], tuple[PreTrainedModel, Fingerprinter]]:
     objects: list[Any] = []
     loading = seconds(lambda: objects.append(_load(folder, arguments, device)), device)
     naming = seconds(lambda: objects.append(_fingerprint(objects[0])), device)
-    return {f"loading from {where}": loading, f"first fingerprint, after {where}": naming}, (objects[0], objects[1])
+    return {f"loading from {place}": loading, f"first fingerprint, after {place}": naming}, (objects[0], objects[1])
 
 
 def _load(folder: Path, arguments: argparse.Namespace, device: torch.device) -> PreTrainedModel:
@@ -105,10 +105,10 @@ def _median_seconds(look: Callable[[], Any], device: torch.device) -> float:
 def summary(turns: list[dict[str, float]]) -> dict[str, float]:
     """Return medians, and ratios within a turn."""
     results = {name: median(times[name] for times in turns) for name in turns[0]}
-    for where in ("disk", "page cache"):
-        first = [times[f"first fingerprint, after {where}"] for times in turns]
-        loading = [times[f"loading from {where}"] for times in turns]
-        results[f"first fingerprint / loading from {where}"] = ratio(first, loading)
+    for place in ("disk", "page cache"):
+        first = [times[f"first fingerprint, after {place}"] for times in turns]
+        loading = [times[f"loading from {place}"] for times in turns]
+        results[f"first fingerprint / loading from {place}"] = ratio(first, loading)
     results["first fingerprint / pass over a prompt"] = ratio(first, [times["prompt"] for times in turns])
     results["bytes per second"] = results["bytes"] / results["reading all again"]
     results["8 billion parameters, by bytes"] = LARGE_MODEL / results["bytes per second"]

@@ -34,30 +34,30 @@ def simulate(workload: Workload, machines: int, arguments: argparse.Namespace, c
     """Return the results of all routes, disks and remotes for a number of machines."""
     fleet, limits, link = Fleet(workload, machines, arguments, costs), Limits(), arguments.link
     new_bytes, rows, links = fleet.new_bytes(), list[dict[str, Any]](), dict[str, Any]()
-    kept = min(1.0, 1e9 * arguments.server_bandwidth / new_bytes)
+    kept_share = min(1.0, 1e9 * arguments.server_bandwidth / new_bytes)
     remotes: dict[str, tuple[np.ndarray | None, float]] = {NONE: (None, np.inf)}
     remotes |= {f"{size:g}": (fleet.shared(size * machines), np.inf) for size in arguments.remotes}
     remotes[UNLIMITED] = fleet.shared(np.inf), np.inf
-    remotes[SERVER] = fleet.shared(arguments.server, kept), arguments.server_bandwidth
+    remotes[SERVER] = fleet.shared(arguments.server, kept_share), arguments.server_bandwidth
     for route in (RANDOM, HOME):
         memory = fleet.local(route, arguments.memory)
         for size in arguments.disks:
             disk = fleet.local(route, size, limits)
             for name, (remote, server) in remotes.items():
-                found = fleet.measure(memory, disk, remote, link, server)
-                rows.append({"route": route, "disk_gb": size, "remote": name} | found)
+                figures = fleet.measure(memory, disk, remote, link, server)
+                rows.append({"route": route, "disk_gb": size, "remote": name} | figures)
             if route == RANDOM and size == default_disk(arguments):
                 links = {
                     f"{rate:g}": fleet.measure(memory, disk, fleet.shared(np.inf), rate) for rate in arguments.links
                 }
-    computed = costs.prefix.computing(fleet.trace.tokens[fleet.counted])
+    compute_seconds = costs.prefix.computing(fleet.trace.tokens[fleet.counted])
     return {
         "machines": machines,
         "requests": len(fleet.counted),
         "requests_per_s_and_machine": fleet.rate,
         "new_gb_per_s_and_machine": new_bytes / 1e9 / machines,
-        "server_keeps": kept,
-        "computed_s": summary(computed),
+        "server_keeps": kept_share,
+        "computed_s": summary(compute_seconds),
         "rows": rows,
         "links": links,
     }
@@ -132,16 +132,16 @@ def streams_table(workloads: dict[str, Any]) -> str:
     """Return the table that compares generated streams with the traces."""
     rows = []
     for name, workload in workloads.items():
-        trace, made = workload["trace"], workload["generated"]
+        trace, generated = workload["trace"], workload["generated"]
         rows.append(
             [
                 name,
-                f"{trace['requests']:,} / {made['requests']:,}",
-                f"{trace['tokens']:,.0f} / {made['tokens']:,.0f}",
-                f"{trace['published']:.2f} / {trace['released']:.2f} / **{made['hit_ratio']:.2f}**",
+                f"{trace['requests']:,} / {generated['requests']:,}",
+                f"{trace['tokens']:,.0f} / {generated['tokens']:,.0f}",
+                f"{trace['published']:.2f} / {trace['released']:.2f} / **{generated['hit_ratio']:.2f}**",
                 *(
                     f"{old:.2f} / {new:.2f}"
-                    for old, new in zip(trace["curve"].values(), made["curve"].values(), strict=True)
+                    for old, new in zip(trace["curve"].values(), generated["curve"].values(), strict=True)
                 ),
             ]
         )
@@ -150,9 +150,9 @@ def streams_table(workloads: dict[str, Any]) -> str:
     return table([*headings, "unlimited cache, published / recomputed / generated", *shares], rows)
 
 
-def row_of(fleet: dict[str, Any], **wanted: Any) -> dict[str, Any]:
+def row_of(fleet: dict[str, Any], **values: Any) -> dict[str, Any]:
     """Return the row of a number of machines that has these values."""
-    (row,) = (row for row in fleet["rows"] if all(row[name] == value for name, value in wanted.items()))
+    (row,) = (row for row in fleet["rows"] if all(row[name] == value for name, value in values.items()))
     return row
 
 
@@ -165,19 +165,19 @@ def workload_tables(workload: dict[str, Any], options: dict[str, Any]) -> list[s
     """Return the tables of a workload, as Markdown."""
     fleets, disk = workload["fleets"], default_disk(argparse.Namespace(**options))
     remote = f"{options['remotes'][len(options['remotes']) // 2]:g}"
-    shown = {NONE: "no remote", remote: f"pool of {remote} GB per machine", SERVER: "one server"}
+    titles = {NONE: "no remote", remote: f"pool of {remote} GB per machine", SERVER: "one server"}
     last, rows = fleets[-1], []
     for fleet in fleets:
         for route in (RANDOM, HOME) if fleet["machines"] > 1 else (HOME,):
             at = {"route": route, "disk_gb": disk}
-            computed = f"{fleet['computed_s']['mean']:.2f} s ({fleet['computed_s']['p95']:.2f})"
-            cells = [computed, *(cell(row_of(fleet, remote=name, **at)) for name in shown)]
+            compute_cell = f"{fleet['computed_s']['mean']:.2f} s ({fleet['computed_s']['p95']:.2f})"
+            cells = [compute_cell, *(cell(row_of(fleet, remote=name, **at)) for name in titles)]
             hits = row_of(fleet, remote=remote, **at)["hits"]
             rows.append([f"{fleet['machines']:,}", route, *cells, " / ".join(f"{hits[tier]:.0%}" for tier in hits)])
     text = [
         f"{last['requests_per_s_and_machine']:.2f} requests per second and machine, which make "
         f"{last['new_gb_per_s_and_machine']:.2f} GB/s of new KV per machine. Disks of {disk:g} GB:\n",
-        table(["machines", "route", "all computed", *shown.values(), "pool: memory / disk / remote"], rows),
+        table(["machines", "route", "all computed", *titles.values(), "pool: memory / disk / remote"], rows),
     ]
     fleet = next((fleet for fleet in fleets if fleet["machines"] == 100), fleets[-1])
     sizes = [NONE, *(f"{size:g}" for size in options["remotes"]), UNLIMITED]
@@ -214,8 +214,8 @@ def plot(result: dict[str, Any], path: Path) -> None:
         fleets = workload["fleets"]
         machines = [fleet["machines"] for fleet in fleets]
         hits, times, sizes = axes[:, column]
-        for (shown, route), (label, style) in lines.items():
-            rows = [row_of(fleet, route=route, disk_gb=disk, remote=shown) for fleet in fleets]
+        for (remote_name, route), (label, style) in lines.items():
+            rows = [row_of(fleet, route=route, disk_gb=disk, remote=remote_name) for fleet in fleets]
             look = {"marker": "o", "markersize": 3, "label": label, **style}
             hits.plot(machines, [100 * sum(row["hits"].values()) for row in rows], **look)
             times.plot(machines, [row["ttft_s"]["mean"] for row in rows], **look)
@@ -280,15 +280,15 @@ def main() -> None:
     arguments = parser.parse_args()
     costs, workloads = Costs(arguments), dict[str, Any]()
     for name, workload in WORKLOADS.items():
-        made = describe(workload, arguments.seed)
-        print(f"{name}: hit ratio {workload.published:.3f} published, {made['hit_ratio']:.3f} generated")
-        if abs(made["hit_ratio"] - workload.published) > NEAR:
+        generated = describe(workload, arguments.seed)
+        print(f"{name}: hit ratio {workload.published:.3f} published, {generated['hit_ratio']:.3f} generated")
+        if abs(generated["hit_ratio"] - workload.published) > NEAR:
             raise SystemExit(f"error: the generated stream {name!r} is not like the published one")
         runs = [simulate(workload, number, arguments, costs) for number in tqdm(arguments.machines, desc=name)]
         facts = {
             field: getattr(workload, field) for field in ("requests", "seconds", "tokens", "published", "released")
         }
-        workloads[name] = {"trace": facts | {"curve": workload.curve}, "generated": made, "fleets": runs}
+        workloads[name] = {"trace": facts | {"curve": workload.curve}, "generated": generated, "fleets": runs}
     options = {field: value for field, value in vars(arguments).items() if field != "out"}
     measured_on = machine(torch.device("cpu"), Path(__file__).parent)
     result = {"machine": measured_on, "options": options, "workloads": workloads}

@@ -81,10 +81,10 @@ def times(action: Callable[[], object], repeats: int) -> list[float]:
 def report(document: dict[str, Any]) -> str:
     """Return the page of results."""
     rows = []
-    for what in ("fetch", "look-up"):
+    for operation in ("fetch", "look-up"):
         for name, result in document["results"].items():
-            quantiles = np.quantile(result[what], [0.5, 0.95, 0.99])
-            rows.append([f"{what}, {name} second requests", *(f"{1e3 * seconds:.0f} ms" for seconds in quantiles)])
+            quantiles = np.quantile(result[operation], [0.5, 0.95, 0.99])
+            rows.append([f"{operation}, {name} second requests", *(f"{1e3 * seconds:.0f} ms" for seconds in quantiles)])
     fetched, looked_up = document["results"]["with"]["second requests"]
     repeats = document["repeats"]
     return f"""# Second requests for reads that take long

@@ -73,10 +73,10 @@ def measure(arguments: argparse.Namespace, context_tokens: int, folder: Path) ->
         def system(contexts: Contexts) -> System:
             method = KVDrive(arguments.budget)
             cache = TieredCache(contexts.model, store, method=method, record=False, tag=TAG, fold_heads=True)
-            begun = System(contexts, cache)
-            begun.pass_over(SUFFIX)
+            new_system = System(contexts, cache)
+            new_system.pass_over(SUFFIX)
             assert cache.stats.tokens_restored, cache.stats.reason
-            return begun
+            return new_system
 
         batch = contexts_of(arguments.batch)
         host = batch.nbytes + batch.nbytes // 8 + (256 << 20)
@@ -84,14 +84,14 @@ def measure(arguments: argparse.Namespace, context_tokens: int, folder: Path) ->
         batch.store(store, KVDrive())
         for ids in batch.ids:
             store.warm(batch.model, ids[: context_tokens + SUFFIX], tag=TAG, progress=False)
-        whole = system(batch)
+        full_batch = system(batch)
         half = arguments.batch // 2  # halves have the first rows of the batch
         in_turn, at_once = ([system(contexts_of(half)) for _ in range(2)] for _ in range(2))
 
         def timed(way: str) -> float:
             began = time.perf_counter()
             if way == WHOLE:
-                decode(whole, arguments.tokens, threads)
+                decode(full_batch, arguments.tokens, threads)
             elif way == IN_TURN:
                 for part in in_turn:
                     decode(part, arguments.tokens, threads)

@@ -160,8 +160,8 @@ class Bench:
     def measure(self, media: list[str], note: Note) -> None:
         """Measure all systems on each medium."""
         all_systems = systems(self.arguments.ratio)
-        with KVStore(self.folder / "none", host_memory=0) as nothing:  # the first one warms up
-            warm_up_times = [self.ask(all_systems[0], nothing, self.prompts[0])["ttft_s"] for _ in range(2)]
+        with KVStore(self.folder / "none", host_memory=0) as empty_store:  # the first one warms up
+            warm_up_times = [self.ask(all_systems[0], empty_store, self.prompts[0])["ttft_s"] for _ in range(2)]
         compute = warm_up_times[1] / self.prompts[0].shape[1]
         for medium in media:
             with self.store(True, medium, compute) as store, self.store(False, medium, compute) as prefixes:

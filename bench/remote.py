@@ -90,18 +90,18 @@ class Bench:
         self._source, environment = places[self._linked]
         for name, rate in self.links.items():
             at_once(self._others, "open", name, self._source, rate, "never", environment)
-        for other in self._others:  # one after the other, as it is measured
+        for peer in self._others:  # one after the other, as it is measured
             for name in (*places, *self.links):
-                other.run("warm", name, min(WARM_TOKENS, *arguments.prefixes))
+                peer.run("warm", name, min(WARM_TOKENS, *arguments.prefixes))
 
     def measure(self, prefix: int) -> dict[str, Any]:
         """Return the results of a prefix length."""
         seed = next(self._seeds)
-        sent = {engine: self._first.run("record", engine, prefix, seed) for engine in self._engines}
-        digests, nbytes = {one["digest"] for one in sent.values()}, sent[self._linked]["bytes"]
+        records = {engine: self._first.run("record", engine, prefix, seed) for engine in self._engines}
+        digests, nbytes = {record["digest"] for record in records.values()}, records[self._linked]["bytes"]
         assert len(digests) == 1, "the machine that computes did not compute the same bits each time"
-        for other in self._others:
-            other.run("keep", self._source, prefix, seed)
+        for peer in self._others:
+            peer.run("keep", self._source, prefix, seed)
         turns = self._arguments.long_repeats if prefix > 8192 else self._arguments.repeats
         links = [name for name, rate in self.links.items() if nbytes <= _MOST_TRANSFER * rate]
         alone = [RECOMPUTE, DISK, HOST, *self._engines, *links]
@@ -120,7 +120,10 @@ class Bench:
             "prefix": prefix,
             "bytes": nbytes,
             "turns": turns,
-            "sent": {engine: {"compute_s": one["compute_s"], "send_s": one["send_s"]} for engine, one in sent.items()},
+            "sent": {
+                engine: {"compute_s": record["compute_s"], "send_s": record["send_s"]}
+                for engine, record in records.items()
+            },
             "requests": rows,
         }
 
@@ -129,8 +132,8 @@ class Bench:
         numbers = iter(range(1 << 30))
 
         def measure() -> Rows:
-            other = self._others[next(numbers) % len(self._others)]
-            return [other.run("request", way, prefix, seed, next(self._seeds))]
+            peer = self._others[next(numbers) % len(self._others)]
+            return [peer.run("request", way, prefix, seed, next(self._seeds))]
 
         return measure
 
@@ -227,11 +230,11 @@ def report(document: dict[str, Any]) -> str:
     """Return the page of results."""
     on, results = document["machine"], document["results"]
     missing = "".join(f"- {engine} was not measured: {reason}\n" for engine, reason in document["missing"].items())
-    sent = [
+    send_rows = [
         [
             f"{result['prefix']:,}",
             f"{result['bytes'] / 2**20:.0f} MiB",
-            *(f"{_ms(one['compute_s'])}, {_ms(one['send_s'])}" for one in result["sent"].values()),
+            *(f"{_ms(record['compute_s'])}, {_ms(record['send_s'])}" for record in result["sent"].values()),
         ]
         for result in results
     ]
@@ -295,7 +298,7 @@ the link, and restoring from the local disk. Prefixes that take a link more than
 
 Seconds to compute the prompt, and to send it in the background.
 
-{table(["prefix", "sent", *document["engines"]], sent)}
+{table(["prefix", "sent", *document["engines"]], send_rows)}
 ![times](remote-{document["name"]}.png)
 """
 

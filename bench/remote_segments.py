@@ -110,8 +110,8 @@ def prompt_of(number: int, hits: bool) -> list[str]:
         hits: Whether the prompt begins with this segment.
     """
     first = 2 * PROMPT_HASHES * number + PROMPT_HASHES * hits + 1
-    others = [hash_of(-first - at) for at in range(PROMPT_HASHES)]
-    return [prefix_hash.hex() for prefix_hash in ([hash_of(number)] if hits else []) + others][:PROMPT_HASHES]
+    other_hashes = [hash_of(-first - at) for at in range(PROMPT_HASHES)]
+    return [prefix_hash.hex() for prefix_hash in ([hash_of(number)] if hits else []) + other_hashes][:PROMPT_HASHES]
 
 
 def fill(remote: ObjectBackend, numbers: range) -> float:
@@ -158,7 +158,7 @@ def command(*arguments: str) -> dict[str, float]:
     """Run a command. Returns its seconds without imports, and the bytes of memory that it needed beyond them."""
     code = _COMMAND.format(arguments=arguments)
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
@@ -167,7 +167,7 @@ def command(*arguments: str) -> dict[str, float]:
         timeout=1800,
         env=environment,
     )
-    seconds, before, most = map(float, done.stderr.split()[-3:])
+    seconds, before, most = map(float, process.stderr.split()[-3:])
     return {"seconds": seconds, "memory": most - before}
 
 
@@ -188,8 +188,8 @@ def measure(engine: str, segments: int, listed: int, folder: Path) -> dict[str, 
             write_s = fill(remote, range(listed))
             for name, arguments in {"ls": ("ls", address, "--json"), "gc": ("gc", address, "--dry-run")}.items():
                 print(f"{engine}: {name}", flush=True)
-                done = command(*arguments)
-                result |= {name: [done["seconds"]], f"{name}_memory": done["memory"]}
+                figures = command(*arguments)
+                result |= {name: [figures["seconds"]], f"{name}_memory": figures["memory"]}
             result["write_s"] = write_s + fill(remote, range(listed, segments))
             result |= look_up(remote, segments)
             began = time.perf_counter()
@@ -266,8 +266,8 @@ def main() -> None:
     arguments: argparse.Namespace = parser.parse_args()
     engines, results, missing = arguments.engines.split(","), [], {}
     if arguments.keep:
-        earlier = json.loads((arguments.out / "remote-segments-cpu.json").read_text())["results"]
-        results = [result for result in earlier if result["engine"] not in engines]
+        earlier_results = json.loads((arguments.out / "remote-segments-cpu.json").read_text())["results"]
+        results = [result for result in earlier_results if result["engine"] not in engines]
     with tempfile.TemporaryDirectory(prefix="bench-remote-", dir=arguments.folder) as path:
         on = machine(torch.device("cpu"), Path(path))
         for engine in engines:

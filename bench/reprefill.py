@@ -264,16 +264,16 @@ def plot(result: dict[str, Any], path: Path) -> None:
         return
     rows, names = result["systems"], list(result["systems"])
     figure, axes = plt.subplots(figsize=(9, 0.45 * len(rows) + 1.6))
-    left = [0.0] * len(rows)
+    bar_starts = [0.0] * len(rows)
     for key, label in PARTS.items():
         widths = [1e3 * row["parts"][key] for row in rows.values()]
-        axes.barh(names, widths, left=left, label=label)
-        left = [a + b for a, b in zip(left, widths, strict=True)]
+        axes.barh(names, widths, left=bar_starts, label=label)
+        bar_starts = [a + b for a, b in zip(bar_starts, widths, strict=True)]
     p95 = [1e3 * row["ttft_p95_s"] for row in rows.values()]
     axes.plot(p95, names, "k|", markersize=12, label="95th percentile")
     # full recomputation takes so long that the other bars would be too small to see
     end = 1.08 * max(time for name, time in zip(names, p95, strict=True) if name != "recompute")
-    for name, mean in zip(names, left, strict=True):
+    for name, mean in zip(names, bar_starts, strict=True):
         if mean > end:
             axes.text(0.98 * end, name, f"{mean:.0f} ms →", ha="right", va="center", color="white")
     axes.set(xlim=(0, end), xlabel="mean time to first token by part, ms")

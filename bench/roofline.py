@@ -163,8 +163,8 @@ def break_even(model: ModelShape, machine: Machine, tier: str, suffix: int) -> i
     """Return the minimum number of tokens for which a restore is faster than computing; None above LONGEST."""
 
     def pays(tokens: int) -> bool:
-        restored = restored_seconds(model, machine, tier, tokens, suffix) + machine.overhead
-        return restored < compute_seconds(model, machine, tokens + suffix)
+        restore_time = restored_seconds(model, machine, tier, tokens, suffix) + machine.overhead
+        return restore_time < compute_seconds(model, machine, tokens + suffix)
 
     lengths = range(HASH_TOKENS, LONGEST + 1, HASH_TOKENS)
     last = max((tokens for tokens in lengths if not pays(tokens)), default=0)

@@ -41,8 +41,8 @@ def measure(policy: str, slots: int, chunks: int, fetches: int) -> dict[str, lis
     results: dict[str, list[float]] = {"fetch": [], "ranking all": []}
     for number in range(fetches):
         owner = owners[numbers.integers(len(owners))]
-        used = np.sort(numbers.choice(SEGMENT_CHUNKS, chunks, replace=False))
-        if (pinned := tier.pin(owner, used)) is not None:
+        slots_read = np.sort(numbers.choice(SEGMENT_CHUNKS, chunks, replace=False))
+        if (pinned := tier.pin(owner, slots_read)) is not None:
             pool.unpin(pinned[1])
         began = time.perf_counter()
         insert(tier, (f"new-{number}", 0, 0), np.arange(chunks))
@@ -57,8 +57,8 @@ def insert(tier: Tier, owner: tuple[str, int, int], chunks: np.ndarray) -> None:
     """Enter new blocks, as a fetch does."""
     tier.clock += 1
     arriving = Usage(np.full(len(chunks), tier.clock), np.ones(len(chunks)), *np.full((2, len(chunks)), 1e6))
-    pool, slots, kept = tier.acquire(BLOCK_BYTES, len(chunks), arriving)
-    tier.insert(pool, slots, owner, chunks[kept], len(chunks))
+    pool, slots, stored = tier.acquire(BLOCK_BYTES, len(chunks), arriving)
+    tier.insert(pool, slots, owner, chunks[stored], len(chunks))
     pool.unpin(slots)
 
 
@@ -116,8 +116,8 @@ def main() -> None:
         for policy in ("lru", "attention")
     ]
     on = machine(torch.device("cpu"), Path(tempfile.gettempdir()))
-    given = {"chunks": arguments.chunks, "fetches": arguments.fetches}
-    document = {"machine": on, **given, "results": results}
+    sizes = {"chunks": arguments.chunks, "fetches": arguments.fetches}
+    document = {"machine": on, **sizes, "results": results}
     save(arguments.out, "tier-slots-cpu", document, report(document), plot)
     print(report(document))
 

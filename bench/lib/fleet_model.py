@@ -129,18 +129,18 @@ class Fleet:
         machine = self._anywhere if route == RANDOM else self._home
         return replay(self.trace, machine, limits.high * self.tokens_of(gigabytes), limits.low / limits.high)
 
-    def shared(self, gigabytes: float, kept: float = 1.0) -> np.ndarray:
+    def shared(self, gigabytes: float, kept_share: float = 1.0) -> np.ndarray:
         """Return the tokens of each prompt that a remote of this size holds."""
-        key = (gigabytes, kept)
+        key = (gigabytes, kept_share)
         if key not in self._shared:
             alone = np.zeros(len(self.trace), np.int64)
-            self._shared[key] = replay(self.trace, alone, self.tokens_of(gigabytes), kept=kept)
+            self._shared[key] = replay(self.trace, alone, self.tokens_of(gigabytes), kept_share=kept_share)
         return self._shared[key]
 
     def new_bytes(self) -> float:
         """Return the bytes of KV per second that all machines compute and no other has computed before."""
-        seen = self.shared(np.inf)
-        new = (self.trace.tokens - seen)[self.counted].sum()
+        shared_tokens = self.shared(np.inf)
+        new = (self.trace.tokens - shared_tokens)[self.counted].sum()
         return float(new * self.costs.token_bytes * self.scale / self._counted_seconds)
 
     @property
@@ -168,8 +168,10 @@ class Fleet:
         waiting = fetched * costs.token_bytes / (1e9 * bandwidth)
         if remote is not None:
             waiting = waiting + self.arguments.look_up
-        some = self.sample
-        seconds = waiting[some] + costs.first_token(trace.tokens[some], (memory + fetched)[some], (disk - memory)[some])
+        sample = self.sample
+        seconds = waiting[sample] + costs.first_token(
+            trace.tokens[sample], (memory + fetched)[sample], (disk - memory)[sample]
+        )
         total = trace.tokens[counted].sum()
         hits = {"memory": memory, "disk": disk - memory, "remote": fetched}
         return {

@@ -126,11 +126,11 @@ def stages_of(shapes: tuple[str, ...]) -> list[Stage]:
     share = 180 / len(shapes)
     stages = {"tests": (100, "gpu_tests"), "decode": (45, "decoding"), "syncs": (30, "syncs"), "trace": (25, "trace"),
               "selective": (55, "selective"), "kvikio": (40, "kvikio"), "passages": (45, "passages")}  # fmt: skip
-    tests, *others = (Stage(name, took, partial(measure, "gpu_stages", do)) for name, (took, do) in stages.items())
+    tests, *more_stages = (Stage(name, took, partial(measure, "gpu_stages", do)) for name, (took, do) in stages.items())
     prefixes = (
         Stage(f"prefix {shape}", share, partial(measure, "gpu_stages", "prefixes", shape=shape)) for shape in shapes
     )
-    return [Stage("probe", 20, partial(measure, "gpu_probe", "probe")), tests, *prefixes, *others]
+    return [Stage("probe", 20, partial(measure, "gpu_probe", "probe")), tests, *prefixes, *more_stages]
 
 
 def run_all(run: Run, stages: list[Stage], seconds: float) -> None:

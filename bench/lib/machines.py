@@ -151,12 +151,12 @@ class _Served:
         cache = TieredCache(self._model, store)
         began, before = time.perf_counter(), store.stats.remote.bytes_written
         self._compute(cache, self._random(prefix, seed))
-        computed = time.perf_counter()
+        compute_end = time.perf_counter()
         store.flush()
-        done = time.perf_counter()
+        end = time.perf_counter()
         return {
-            "compute_s": computed - began,
-            "send_s": done - computed,
+            "compute_s": compute_end - began,
+            "send_s": end - compute_end,
             "bytes": store.stats.remote.bytes_written - before,
             "digest": _digest(cache, prefix),
         }

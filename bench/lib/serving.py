@@ -175,13 +175,13 @@ class Bench:
         Segments are hard links: they never change, and a new layout writes new segments.
         """
         geometry, path = system.method.geometry, self.folder / "stores" / _as_name(name)
-        cut = self.folder / "cut" / _as_name(str(geometry.to_json()))
-        if not cut.exists():
-            shutil.copytree(self.source, cut, copy_function=_link)
-            with KVStore(cut, host_memory=0) as store:
+        cut_store = self.folder / "cut" / _as_name(str(geometry.to_json()))
+        if not cut_store.exists():
+            shutil.copytree(self.source, cut_store, copy_function=_link)
+            with KVStore(cut_store, host_memory=0) as store:
                 store.relayout(geometry, progress=False)
         shutil.rmtree(path, ignore_errors=True)
-        return Path(shutil.copytree(self._learned.get(system.name, cut), path, copy_function=_link))
+        return Path(shutil.copytree(self._learned.get(system.name, cut_store), path, copy_function=_link))
 
     def learn(self, system: System, times: int) -> None:
         """Request each prefix `times` times from the real disk. Stores that are opened later keep the effects.

@@ -115,10 +115,10 @@ def locality(keys: torch.Tensor, query_states: torch.Tensor, budget: float) -> d
     count = max(1, int(budget * chunks))
     pool = min(chunks, int(1.25 * count))
     ranked = np.stack([rank([index], query_states[:, step : step + 1], None, pool).numpy() for step in range(steps)])
-    chosen = np.zeros((steps, heads, chunks), bool)
-    np.put_along_axis(chosen, ranked[..., :count], True, 2)
+    mask = np.zeros((steps, heads, chunks), bool)
+    np.put_along_axis(mask, ranked[..., :count], True, 2)
     figures = {
-        f"selected again after {lag}": float((chosen[lag:] & chosen[:-lag]).sum() / chosen[lag:].sum()) for lag in LAGS
+        f"selected again after {lag}": float((mask[lag:] & mask[:-lag]).sum() / mask[lag:].sum()) for lag in LAGS
     }
     for policy, times in (("lru", 1), ("lru", 2), ("lookahead", 2), ("lru", 4), ("lookahead", 4)):
         window, fetched = Window(count, heads, times * count, chunks, policy), 0
@@ -131,7 +131,7 @@ def locality(keys: torch.Tensor, query_states: torch.Tensor, budget: float) -> d
     weights = weights.softmax(-1).unflatten(1, (-1, steps))  # [kv_heads, group, steps, n]
     figures["tokens attended to"] = float((-(weights * weights.clamp_min(1e-30).log()).sum(-1)).exp().mean())
     by_chunk = weights.mean(1).unflatten(-1, (chunks, 8)).sum(-1).transpose(0, 1).numpy()  # [steps, kv_heads, chunks]
-    figures["attention to selected chunks"] = float((by_chunk * chosen).sum() / (steps * heads))
+    figures["attention to selected chunks"] = float((by_chunk * mask).sum() / (steps * heads))
     return figures | {"variance explained by clusters": explained(index, mean_keys(keys, 8))}
 
 

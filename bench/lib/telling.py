@@ -54,9 +54,9 @@ def first_requests(systems: dict[str, dict[str, Any]]) -> str:
 def first_cells(row: dict[str, Any]) -> list[str]:
     """Format a system's cells of the table of first requests."""
     first, parts = row["first"], row["parts"]
-    later = parts["identify_wait_s"] + parts["identify_s"]
+    later_wait = parts["identify_wait_s"] + parts["identify_s"]
     return [
         f"{1e3 * first['ttft_mean_s']:.0f}",
         *(f"{first[name] / MIB:.2f}" for name in ("bytes_read", "bytes_identifying")),
-        *(f"{1e3 * duration:.1f}" for duration in (first["identify_s"], later)),
+        *(f"{1e3 * duration:.1f}" for duration in (first["identify_s"], later_wait)),
     ]

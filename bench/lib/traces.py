@@ -190,8 +190,8 @@ def _sessions(
     depth = np.arange(turns.max(initial=1))
     paths = np.where(depth <= turn[:, None], offset + begin[session][:, None] + depth, -2)
     paths = np.column_stack([np.full(len(session), -1), paths])
-    kept = (times >= 0) & (times < seconds) & (length <= LONGEST)
-    return times[kept], session[kept], paths[kept], tokens
+    in_range = (times >= 0) & (times < seconds) & (length <= LONGEST)
+    return times[in_range], session[in_range], paths[in_range], tokens
 
 
 def _documents(
@@ -226,7 +226,7 @@ def _joined(parts: list[tuple[np.ndarray, ...]], sizes: np.ndarray, seconds: flo
     return Trace(times[order], key[order], first, paths[present], sizes)
 
 
-def replay(trace: Trace, machine: np.ndarray, capacity: float, low: float = 1.0, kept: float = 1.0) -> np.ndarray:
+def replay(trace: Trace, machine: np.ndarray, capacity: float, low: float = 1.0, kept_share: float = 1.0) -> np.ndarray:
     """Return the tokens at the beginning of each prompt that the LRU cache of its machine holds: int64 `[requests]`.
 
     Each prompt is stored afterwards. Its end is evicted before its beginning, as in a store.
@@ -236,12 +236,12 @@ def replay(trace: Trace, machine: np.ndarray, capacity: float, low: float = 1.0,
         machine: int64 `[requests]`, machine that answers each request.
         capacity: Tokens of a cache.
         low: Share of the capacity down to which a full cache evicts.
-        kept: Share of the new nodes that are stored, drawn at random.
+        kept_share: Share of the new nodes that are stored, drawn at random.
     """
     caches = [OrderedDict[int, int]() for _ in range(int(machine.max(initial=0)) + 1)]
-    used, down = [0] * len(caches), low * capacity
+    used_tokens, down = [0] * len(caches), low * capacity
     nodes, first, sizes = trace.nodes.tolist(), trace.first.tolist(), trace.sizes.tolist()
-    stored = np.random.default_rng(0).random(len(nodes)) < kept
+    stored = np.random.default_rng(0).random(len(nodes)) < kept_share
     hits = np.zeros(len(trace), np.int64)
     for request, number in enumerate(machine.tolist()):
         cache, begin, end = caches[number], first[request], first[request + 1]
@@ -257,10 +257,10 @@ def replay(trace: Trace, machine: np.ndarray, capacity: float, low: float = 1.0,
                 cache.move_to_end(node)
             elif stored[at]:
                 cache[node] = sizes[node]
-                used[number] += sizes[node]
-        if used[number] > capacity:
-            while cache and used[number] > down:
-                used[number] -= cache.popitem(last=False)[1]
+                used_tokens[number] += sizes[node]
+        if used_tokens[number] > capacity:
+            while cache and used_tokens[number] > down:
+                used_tokens[number] -= cache.popitem(last=False)[1]
     return hits
 
 

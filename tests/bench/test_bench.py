@@ -36,7 +36,7 @@ def test_bits(tmp_path, monkeypatch):
     bits.main()
     results = json.loads((tmp_path / "bits-cpu.json").read_text())["results"]
     assert len(results) == 4
-    assert not any(found["logits_differ"]["tiered_and_same_passes"] for found in results.values())
+    assert not any(result["logits_differ"]["tiered_and_same_passes"] for result in results.values())
     assert "same passes" in (tmp_path / "bits-cpu.md").read_text()
 
 
@@ -74,7 +74,7 @@ def test_encryption(tmp_path, monkeypatch):
     (result,) = document["results"]
     assert [stats["tokens_restored"] for stats in result["stats"].values()] == [32, 32]
     assert all(result[name] > 0 for name in ("disk_ratio", "read_ratio", "record_ratio", "flush_ratio"))
-    assert {(one["block_bytes"], one["threads"]) for one in document["raw"]} >= {(4096, 1), (262144, 8)}
+    assert {(row["block_bytes"], row["threads"]) for row in document["raw"]} >= {(4096, 1), (262144, 8)}
     assert document["machine"]["commit"]
     assert "decrypt" in (tmp_path / "encryption-tiny-float32-cpu.md").read_text()
 
@@ -123,9 +123,9 @@ def test_find_passages(tmp_path, monkeypatch):
     find_passages.main()
     document = json.loads((tmp_path / "find-passages-cpu.json").read_text())
     for passages, result in document["results"].items():
-        full, none = result["full of passages"], result["without any"]
+        full, no_passages = result["full of passages"], result["without any"]
         assert (full["passages"], full["tokens"]) == (3, 3 * 32)
-        assert (none["passages"], none["tokens"]) == (0, 0), passages
+        assert (no_passages["passages"], no_passages["tokens"]) == (0, 0), passages
         assert all(len(times) == 2 and min(times) > 0 for times in full["seconds"].values())
     assert find_passages.STEPS["found"] in (tmp_path / "find-passages-cpu.md").read_text()
 
@@ -190,7 +190,7 @@ def test_prefix(tmp_path, monkeypatch):
     assert {"tiered, cold", "deepcopy in memory", "torch.load, mmap, cold", "safetensors, load_file, cold"} <= set(
         times
     )
-    assert all(len(taken) == 1 and taken[0] > 0 for taken in times.values())
+    assert all(len(seconds) == 1 and seconds[0] > 0 for seconds in times.values())
     assert result["stats"]["disk"]["tokens_restored"] == 64
     assert document["headline"]["disk / safetensors file at 4k"] == result["disk_over_file"] > 0
     assert "disk / safetensors file at 16k" not in document["headline"]  # there was none
@@ -204,16 +204,16 @@ def test_steps(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["steps.py", "--rounds", "1", "--turns", "2", "--out", str(tmp_path)])
     steps.main()
     document = json.loads((tmp_path / "steps-cpu.json").read_text())
-    (found,) = document["sources"].values()
-    counts = found["counts"]["Exact"]
+    (source,) = document["sources"].values()
+    counts = source["counts"]["Exact"]
     assert counts["prompt"]["calls"] > counts["token"]["calls"] > counts["token"]["functions"] > 10
-    assert found["counts"]["CacheTune"]["prompt"]["calls"] > counts["prompt"]["calls"]
-    assert len(found["times"]["Exact, first token"]) == 1
-    asked = found["operations"]  # of a layer, beyond what it asks for with DynamicCache
+    assert source["counts"]["CacheTune"]["prompt"]["calls"] > counts["prompt"]["calls"]
+    assert len(source["times"]["Exact, first token"]) == 1
+    operations = source["operations"]  # of a layer, beyond what it asks for with DynamicCache
     # blocks to columns and what is computed behind them: four copies for its two joins; a rotation and its copy: six
-    assert asked["prompt"]["kernels"] <= 8 and asked["prompt"]["views"] <= 39
-    assert asked["token"]["kernels"] <= 0 and asked["token"]["views"] <= 4
-    layer = found["calls_per_layer"]
+    assert operations["prompt"]["kernels"] <= 8 and operations["prompt"]["views"] <= 39
+    assert operations["token"]["kernels"] <= 0 and operations["token"]["views"] <= 4
+    layer = source["calls_per_layer"]
     assert 0 < layer["token"] <= 16 and layer["token"] < layer["prompt"] <= 110
     page = (tmp_path / "steps-cpu.md").read_text()
     assert "changes of file" in page and "Kernels / views" in page
@@ -243,7 +243,7 @@ def test_recompute_schedule(tmp_path, monkeypatch):
     assert document["disks"].keys() == {"1 MB/s", "the disk"}
     for disk in document["disks"].values():
         assert all(costs["restore"].keys() == costs["load"].keys() | {"host"} for costs in disk["costs"])
-        assert all(len(found["ttft_s"]["loaded"]) == 1 for found in disk["prefixes"].values())
+        assert all(len(row["ttft_s"]["loaded"]) == 1 for row in disk["prefixes"].values())
     slow = document["disks"]["1 MB/s"]["prefixes"]["128"]
     assert slow["recomputed"] > 0  # at that rate computing 128 tokens is quicker than loading them
     assert "auto ÷ better" in (tmp_path / "recompute-schedule-tiny-float32-cpu.md").read_text()
@@ -255,29 +255,29 @@ def test_rag(tmp_path, monkeypatch, caplog):
     prompts = ["--pool", "4", "--passages", "3", "--tokens", "32", "--requests", "1", "--media", "host"]
     load = ["--clients", "1,2", "--batches", "1,2", "--load-requests", "2", "--decode", "3"]
     options = ["--shape", "tiny", "--layers", "4", *prompts, *load]
-    written = []
-    monkeypatch.setattr(rag, "save", lambda *all_of_it: written.append(all_of_it))
+    saved = []
+    monkeypatch.setattr(rag, "save", lambda *all_of_it: saved.append(all_of_it))
     monkeypatch.setattr(sys, "argv", ["rag.py", *options, "--out", str(tmp_path)])
     rag.main()
-    document = written[-1][2]
+    document = saved[-1][2]
     systems = [system.name for system in rag.systems(0.15)]
     assert list(document["media"]["host"]) == systems == list(document["arrivals"]["host"])
-    assert len(written) == 1 + 2 * 2 + 2 * 2  # each medium, and each number of clients and of prompts, at once
+    assert len(saved) == 1 + 2 * 2 + 2 * 2  # each medium, and each number of clients and of prompts, at once
     assert document["media"]["host"]["prefix caching"]["tokens_computed"] == 24 + 3 * 32 + 32 - (24 + 32) // 16 * 16
     for rows in document["load"].values():
         assert [(row["clients"], row["requests"]) for row in rows] == [(1, 2), (2, 2)]
         assert all(0 < row["ttft_median_s"] <= row["ttft_p95_s"] < 60 and row["requests_per_s"] > 0 for row in rows)
-        assert all(row["ttft_s"] < row["took_s"] for each in rows for row in each["rows"])
+        assert all(row["ttft_s"] < row["took_s"] for medium in rows for row in medium["rows"])
     tokens, least = 24 + 3 * 32 + 32, (24 + 32) / (24 + 3 * 32 + 32)
     assert {row["computed"] for rows in [document["load"][rag.FULL]] for row in rows} == {1}
     for name, rows in document["batches"].items():
         assert [row["batch"] for row in rows] == [1, 2] and name != rag.FULL
         assert rows[1]["computed"] == pytest.approx(rows[0]["computed"], abs=1 / tokens)
         assert least < rows[0]["computed"] < 1
-    (ours,) = document["load"].keys() - {rag.FULL}
-    of_one_client = document["load"][ours][0]["computed"]
-    assert of_one_client == pytest.approx(document["batches"][ours][0]["computed"], abs=1 / tokens)
-    page = written[-1][3]
+    (own_system,) = document["load"].keys() - {rag.FULL}
+    of_one_client = document["load"][own_system][0]["computed"]
+    assert of_one_client == pytest.approx(document["batches"][own_system][0]["computed"], abs=1 / tokens)
+    page = saved[-1][3]
     assert page.index("stored as a corpus") < page.index("| system |") < page.index("are stored together")
     assert "## Simultaneous clients" in page and "## Batches" in page
     assert "without the ranking" not in caplog.text
@@ -299,17 +299,17 @@ def test_conversation(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["conversation.py", *options, *counts, "--out", str(tmp_path)])
     conversation.main()
     document = json.loads((tmp_path / "conversation-tiny-4l-float32-cpu.json").read_text())
-    (found,) = document["rates"].values()
+    (result,) = document["rates"].values()
     systems = conversation.methods(trained=False)
-    assert len(found["rows"]) == 4 * len(systems) and found["costs"]
-    back = {name: [row for row in found["rows"] if row["system"] == name and row["history"]] for name in systems}
+    assert len(result["rows"]) == 4 * len(systems) and result["costs"]
+    back = {name: [row for row in result["rows"] if row["system"] == name and row["history"]] for name in systems}
     assert all(len(rows) == 2 and all(row["ttft_s"] > 0 for row in rows) for rows in back.values())
-    for full, kept in zip(back[conversation.LOAD], back[conversation.SELECTED], strict=True):
-        assert full["restored"] == full["history"] // 16 * 16 == kept["restored"]
-        assert kept["payload_bytes"] == full["payload_bytes"] == 2048
+    for full, selected_row in zip(back[conversation.LOAD], back[conversation.SELECTED], strict=True):
+        assert full["restored"] == full["history"] // 16 * 16 == selected_row["restored"]
+        assert selected_row["payload_bytes"] == full["payload_bytes"] == 2048
     for rows in back.values():
         assert all(row["payload_bytes"] <= row["stored_bytes"] for row in rows if "stored_bytes" in row)
-    summary = conversation.summarise(found["rows"])
+    summary = conversation.summarise(result["rows"])
     assert summary[conversation.LOAD]["load_over_it"] == summary[conversation.PARTIAL]["partial_over_it"] == 1
     assert {len(times) for times in document["decode"].values()} == {conversation.SAMPLED}
     page = (tmp_path / "conversation-tiny-4l-float32-cpu.md").read_text()
@@ -346,9 +346,9 @@ def test_turns_come_in_the_order_of_their_times_and_go_on_from_one_another():
     )
     assert [turn.conversation for turn in turns] != sorted(turn.conversation for turn in turns)  # they take turns
     for number in range(5):
-        mine, end = [turn for turn in turns if turn.conversation == number], 0
-        assert len(mine) == 6
-        for turn in mine:
+        own_turns, end = [turn for turn in turns if turn.conversation == number], 0
+        assert len(own_turns) == 6
+        for turn in own_turns:
             assert turn.history == end < turn.stop < turn.end
             assert 75 <= turn.stop <= 125 if not end else 15 <= turn.stop - end <= 25
             end = turn.end
@@ -374,8 +374,8 @@ def test_reselection(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["reselection.py", *options, "--out", str(tmp_path)])
     reselection.main()
     document = json.loads((tmp_path / "reselection-tiny-float32-cpu.json").read_text())
-    assert [found["period"] for found in document["results"]] == [1, 2]
-    assert all(found[name] > 0 for found in document["results"] for name in (*reselection.WAYS, "each token / once"))
+    assert [result["period"] for result in document["results"]] == [1, 2]
+    assert all(result[name] > 0 for result in document["results"] for name in (*reselection.WAYS, "each token / once"))
     assert "| 2 | 50% |" in (tmp_path / "reselection-tiny-float32-cpu.md").read_text()
 
 
@@ -385,9 +385,9 @@ def test_decode_answers(tmp_path, monkeypatch):
     options = ["--model", str(BENCH.parent / "eval/reference/xs"), "--tokens", "256", "--contexts", "1"]
     monkeypatch.setattr(sys, "argv", ["decode_answers.py", *options, "--budgets", "0.25", "--out", str(tmp_path)])
     decode_answers.main()
-    found = json.loads((tmp_path / "decode-answers-xs.json").read_text())["results"]
-    assert found.keys() == {"full", *(f"{way} 0.25" for way in decode_answers.WAYS)}
-    assert np.mean(found["full"]["KL"]) == 0 < np.mean(found["random 0.25"]["KL"])
+    results = json.loads((tmp_path / "decode-answers-xs.json").read_text())["results"]
+    assert results.keys() == {"full", *(f"{way} 0.25" for way in decode_answers.WAYS)}
+    assert np.mean(results["full"]["KL"]) == 0 < np.mean(results["random 0.25"]["KL"])
     assert "| random |" in (tmp_path / "decode-answers-xs.md").read_text()
 
 
@@ -408,8 +408,8 @@ def test_conversation_answers(tmp_path, monkeypatch):
     document = conversation_answers_of(tmp_path, monkeypatch, *ways, "fixed pairs 0.5", "H2O 0.5")
     assert document["found"].keys() == {"questions", "books"}
     assert document["skipped"] == {"longbench": "no --data", "chat": "no --data"}
-    for found in document["found"].values():
-        mean = {way: {name: np.mean(values) for name, values in of.items()} for way, of in found.items()}
+    for losses in document["found"].values():
+        mean = {way: {name: np.mean(values) for name, values in of.items()} for way, of in losses.items()}
         assert mean["full"]["storage"] == 100 and mean["full"]["KL"] < 1e-3  # kernels may round otherwise
         assert mean["full, rounded otherwise"]["storage"] == 100 and mean["full, rounded otherwise"]["KL"] < 1e-2
         assert mean["int8"]["storage"] == 100 * (32 + 4) / (4 * 32)  # a factor for each vector of 32 numbers
@@ -429,9 +429,9 @@ def test_conversations_of_people_come_back(tmp_path, monkeypatch):
     import conversation_answers as answers
 
     (tmp_path / "sharegpt").mkdir()
-    said = [{"from": who, "value": f"{who} says what is to be said " * 12} for who in ("human", "gpt") * 2]
-    long = [*said, {"from": "human", "value": "Why?"}, said[1]]
-    lines = [json.dumps({"conversations": turns}) for turns in (long, long, said[:2], long)]
+    short = [{"from": speaker, "value": f"{speaker} says what is to be said " * 12} for speaker in ("human", "gpt") * 2]
+    long = [*short, {"from": "human", "value": "Why?"}, short[1]]
+    lines = [json.dumps({"conversations": turns}) for turns in (long, long, short[:2], long)]
     (tmp_path / "sharegpt" / "train.jsonl").write_text("\n".join(lines))
     options = ["--model", str(BENCH.parent / "eval/reference/xs"), "--tokens", "256", "--data", str(tmp_path)]
     arguments = answers.arguments_of([*options, "--count", "9"])
@@ -469,8 +469,10 @@ def test_pair_loss(tmp_path, monkeypatch):
 def test_replay_margin(tmp_path):
     import replay_margin as margin
 
-    every = margin.settings()
-    assert all(setting.stops == sorted(set(setting.stops)) and setting.stops[-1] <= 480 for setting in every.values())
+    all_settings = margin.settings()
+    assert all(
+        setting.stops == sorted(set(setting.stops)) and setting.stops[-1] <= 480 for setting in all_settings.values()
+    )
     folder = BENCH.parent / "eval/reference/xs"
     model = margin.load(folder, torch.float32, margin.CPU)
     (talk,) = margin.questions(argparse.Namespace(model=folder, tokens=320), 1, 1)
@@ -478,9 +480,9 @@ def test_replay_margin(tmp_path):
         margin.figures_of(model, margin.Setting(method, [208]), talk.ids, str(tmp_path / str(number)))
         for number, method in enumerate((margin.Early(0.0, recompute=0.0), margin.Early(recompute=0.0, quality=1.0)))
     ]
-    assert [bool(found["pairs"]) for found in figures] == [False, True]
+    assert [bool(figure["pairs"]) for figure in figures] == [False, True]
     assert figures[1]["bytes"] < figures[0]["bytes"] and figures[0]["KL"] < figures[1]["KL"] < 0.1
-    settings = {"a setting": {name: [found[name] for found in figures] for name in figures[0]}}
+    settings = {"a setting": {name: [figure[name] for figure in figures] for name in figures[0]}}
     about = {"model": "xs", "count": 2, "machine": margin.machine(margin.CPU, tmp_path), "settings": settings}
     assert "| a setting | 1 of 2 | " in margin.report(about)
 
@@ -516,14 +518,14 @@ def test_what_h2o_keeps_is_what_was_attended_to_most_and_the_last(tmp_path):
     masses = answers.attended(model, ids)  # in pieces
     for mass, of_layer in zip(masses, weights, strict=True):
         torch.testing.assert_close(mass, of_layer[0].sum(1).unflatten(0, (2, 2)).sum(1), rtol=1e-4, atol=1e-4)
-    left = answers.forgetful(context, masses, 0.25)
-    for layer, whole, mass in zip(left.layers, context.layers, masses, strict=True):
+    reduced = answers.forgetful(context, masses, 0.25)
+    for layer, full, mass in zip(reduced.layers, context.layers, masses, strict=True):
         assert layer.keys.shape == (1, 2, 50, 32)
         for head in range(2):
             most = mass[head, :175].topk(25).indices.sort().values
             columns = torch.cat([most, torch.arange(175, 200)])
-            assert torch.equal(layer.keys[0, head], whole.keys[0, head, columns])
-            assert torch.equal(layer.values[0, head], whole.values[0, head, columns])
+            assert torch.equal(layer.keys[0, head], full.keys[0, head, columns])
+            assert torch.equal(layer.values[0, head], full.values[0, head, columns])
 
 
 def test_h2o_leaves_the_windows_of_sliding_layers_alone():
@@ -539,9 +541,9 @@ def test_h2o_leaves_the_windows_of_sliding_layers_alone():
     resident = answers.forgetful(context, masses, 0.25)
     kinds = {layer.is_sliding for layer in context.layers}
     assert kinds == {True, False}
-    for layer, whole in zip(resident.layers, context.layers, strict=True):
-        assert layer.keys.shape[2] == (whole.keys.shape[2] if layer.is_sliding else 30)
-        assert not layer.is_sliding or torch.equal(layer.keys, whole.keys)
+    for layer, full in zip(resident.layers, context.layers, strict=True):
+        assert layer.keys.shape[2] == (full.keys.shape[2] if layer.is_sliding else 30)
+        assert not layer.is_sliding or torch.equal(layer.keys, full.keys)
     unchanged = answers.forgetful(context, masses, 1.0)
     question = tuple(prompt(8, seed=1)[0].tolist()), tuple(prompt(4, seed=2)[0].tolist())
     expected = answers.logits_of(model, copy.deepcopy(context), ids, *question)
@@ -553,8 +555,8 @@ def test_the_largest_saving_is_of_the_ways_within_1_percent():
     import conversation_answers as answers
 
     measured = {"full": (100, 90), "H2O 0.75": (75, 89.2), "H2O 0.5": (50, 89.05), "MiniCache 0.5": (80, 89.2)}
-    found = {way: {"storage": [storage], "answers": [score]} for way, (storage, score) in measured.items()}
-    assert answers.largest_saving(found, "answers", answers.ways()) == {"H2O": "H2O 0.75", "MiniCache": "MiniCache 0.5"}
+    table = {way: {"storage": [storage], "answers": [score]} for way, (storage, score) in measured.items()}
+    assert answers.largest_saving(table, "answers", answers.ways()) == {"H2O": "H2O 0.75", "MiniCache": "MiniCache 0.5"}
 
 
 def test_long_prompt(tmp_path):
@@ -569,10 +571,10 @@ def test_long_prompt(tmp_path):
         "long_prompt.main()"
     )
     processes.run([sys.executable, "-c", code, *options, "--out", str(tmp_path)], check=True, stdout=processes.DEVNULL)
-    found = {one["way"]: one for one in json.loads((tmp_path / "long-prompt-tiny.json").read_text())["results"]}
-    assert tuple(found) == long_prompt.WAYS[1:]
-    assert found["in pieces"]["tokens_computed"] == 303 and found["stored"]["tokens_restored"] == 288
-    assert abs(found["in pieces"]["first_kl"]) < 1e-4 and found["chunked"]["top_1"] == 1
+    results = {row["way"]: row for row in json.loads((tmp_path / "long-prompt-tiny.json").read_text())["results"]}
+    assert tuple(results) == long_prompt.WAYS[1:]
+    assert results["in pieces"]["tokens_computed"] == 303 and results["stored"]["tokens_restored"] == 288
+    assert abs(results["in pieces"]["first_kl"]) < 1e-4 and results["chunked"]["top_1"] == 1
     assert "| in pieces | 300 |" in (tmp_path / "long-prompt-tiny.md").read_text()
 
 
@@ -589,12 +591,12 @@ def test_memory(tmp_path):
     )
     processes.run([sys.executable, "-c", code, *options, "--out", str(tmp_path)], check=True, stdout=processes.DEVNULL)
     document = json.loads((tmp_path / "memory-tiny-2l-cpu.json").read_text())
-    found = {(one["tokens"], one["caches"]): one for one in document["results"]}
-    assert found.keys() == {(tokens, caches) for tokens in (512, 1024) for caches in (1, 2)}
-    for (tokens, _), one in found.items():
-        assert one["kv_bytes"] == tokens * 2 * 2 * 32 * 2 * 4 and one["segments"] == tokens // 256
-        assert one["unbudgeted_index_bytes"] == found[tokens, 1]["unbudgeted_index_bytes"] > 0  # caches share it
-        assert one["peak_bytes"] > 0
+    results = {(row["tokens"], row["caches"]): row for row in document["results"]}
+    assert results.keys() == {(tokens, caches) for tokens in (512, 1024) for caches in (1, 2)}
+    for (tokens, _), row in results.items():
+        assert row["kv_bytes"] == tokens * 2 * 2 * 32 * 2 * 4 and row["segments"] == tokens // 256
+        assert row["unbudgeted_index_bytes"] == results[tokens, 1]["unbudgeted_index_bytes"] > 0  # caches share it
+        assert row["peak_bytes"] > 0
     page = (tmp_path / "memory-tiny-2l-cpu.md").read_text()
     assert "Slope with 2 caches" in page and memory.slopes(document["results"]).keys() == {1, 2}
 
@@ -641,11 +643,11 @@ def test_compare_checkouts(tmp_path, monkeypatch):
     ]
     monkeypatch.setattr(sys, "argv", options)
     compare_checkouts.main()
-    now = BENCH.parent.resolve().name
-    assert order == ["before", now, now, "before"]
+    checkout = BENCH.parent.resolve().name
+    assert order == ["before", checkout, checkout, "before"]
     document = json.loads((tmp_path / "compare-prefix.json").read_text())
     assert document["options"] == ["--x", "1"]
-    assert document["results"]["results 0 / disk_s"] == {"before": [2.0, 2.0], now: [1.0, 1.0]}
+    assert document["results"]["results 0 / disk_s"] == {"before": [2.0, 2.0], checkout: [1.0, 1.0]}
     assert "| results 0 / disk_s | 2 | 1 | 0.500 |" in (tmp_path / "compare-prefix.md").read_text()
 
 
@@ -653,15 +655,15 @@ def test_rooflines_page_holds_what_the_program_says():
     import roofline
 
     model, machine = roofline.ModelShape.of("qwen2.5-7b"), roofline.Machine()
-    found = roofline.roofline(model, machine, 16384, 64, [1.5e9, 7e9, 14e9])
-    assert found["kv_bytes"] == 16384 * 56 * 1024
-    assert found["tiers"]["host"]["transfer_s"] == pytest.approx(found["kv_bytes"] / machine.h2d)
-    assert found["tiers"]["disk, 7 GB/s"]["first_token_s"] == pytest.approx(found["kv_bytes"] / 7e9)
+    result = roofline.roofline(model, machine, 16384, 64, [1.5e9, 7e9, 14e9])
+    assert result["kv_bytes"] == 16384 * 56 * 1024
+    assert result["tiers"]["host"]["transfer_s"] == pytest.approx(result["kv_bytes"] / machine.h2d)
+    assert result["tiers"]["disk, 7 GB/s"]["first_token_s"] == pytest.approx(result["kv_bytes"] / 7e9)
     assert model.block_parameters == pytest.approx(6.53e9, rel=1e-3)  # what the model's card says, without embeddings
-    for row in found["tiers"].values():
+    for row in result["tiers"].values():
         assert row["reachable_s"] >= row["first_token_s"]
-    assert found["tiers"]["device"]["reachable_s"] > 28 * roofline.KERNELS * 5e-6 > found["suffix_s"]
-    assert roofline.report(found) in (BENCH.parent / "docs/roofline.md").read_text()
+    assert result["tiers"]["device"]["reachable_s"] > 28 * roofline.KERNELS * 5e-6 > result["suffix_s"]
+    assert roofline.report(result) in (BENCH.parent / "docs/roofline.md").read_text()
 
 
 def test_a_restore_pays_from_one_length_on():
@@ -671,8 +673,8 @@ def test_a_restore_pays_from_one_length_on():
     pays = roofline.break_even(model, machine, "disk", 64)
 
     def restoring_over_computing(tokens):
-        restored = roofline.restored_seconds(model, machine, "disk", tokens, 64) + machine.overhead
-        return restored / roofline.compute_seconds(model, machine, tokens + 64)
+        restore_seconds = roofline.restored_seconds(model, machine, "disk", tokens, 64) + machine.overhead
+        return restore_seconds / roofline.compute_seconds(model, machine, tokens + 64)
 
     assert restoring_over_computing(pays - 16) >= 1 > restoring_over_computing(pays)
     assert roofline.break_even(model, roofline.Machine(disk=1e8), "disk", 64) is None
@@ -703,8 +705,8 @@ def on_gpu(folder, *options, hidden=""):
 def test_on_gpu_is_started_by_its_script(tmp_path):
     """A run takes longer than a test of what the script sets."""
     command = ["sh", str(BENCH / "on_gpu.sh"), str(tmp_path), "--stages", "dance"]
-    done = subprocess.run(command, env=os.environ | {"PYTHON": sys.executable}, capture_output=True, text=True)
-    assert (done.returncode, "unknown stage dance" in done.stderr) == (2, True), done.stderr
+    process = subprocess.run(command, env=os.environ | {"PYTHON": sys.executable}, capture_output=True, text=True)
+    assert (process.returncode, "unknown stage dance" in process.stderr) == (2, True), process.stderr
 
 
 def test_on_gpu_whole_on_the_cpu_without_what_only_prints(tmp_path):
@@ -783,9 +785,9 @@ torch.cuda.is_available = lambda: True
 sys.exit(pytest.main(["--collect-only", "-qq", "-p", "no:cacheprovider", *sys.argv[2:]]))
 """
     command = [sys.executable, "-c", collect, ",".join(hidden), BENCH.parent / "tests/gpu"]
-    found = subprocess.run(command, cwd=BENCH.parent, capture_output=True, text=True)
-    assert found.returncode == 0, found.stdout + found.stderr
-    files = dict(line.split(": ") for line in found.stdout.strip().splitlines())
+    process = subprocess.run(command, cwd=BENCH.parent, capture_output=True, text=True)
+    assert process.returncode == 0, process.stdout + process.stderr
+    files = dict(line.split(": ") for line in process.stdout.strip().splitlines())
     assert sum(map(int, files.values())) > 100
 
 
@@ -848,11 +850,11 @@ def test_syncs_are_told_by_the_line_of_ours_that_asked(monkeypatch):
         exec(compile(text, str(file), "exec"), scope)
         return scope["wait"]
 
-    ours, theirs = warner(gpu_stages._PACKAGE / "restore/some.py"), warner("/x/transformers/models/some.py")
+    library_wait, other_wait = warner(gpu_stages._PACKAGE / "restore/some.py"), warner("/x/transformers/models/some.py")
     with gpu_stages._sync_sites() as sites:
-        ours()
-        ours()
-        theirs()
+        library_wait()
+        library_wait()
+        other_wait()
         warnings.warn("something else", stacklevel=1)
     assert sites == {"restore/some.py:2 wait": 2, "models/some.py:2 wait": 1}
 
@@ -875,9 +877,9 @@ def test_pipeline(tmp_path, monkeypatch):
     counts = ["--tokens", "1", "--turns", "2", "--out", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", ["pipeline.py", *options, *counts])
     pipeline.main()
-    (found,) = json.loads((tmp_path / "pipeline-tiny-2l-cpu.json").read_text())["results"]
-    assert found["seconds"].keys() == {pipeline.WHOLE, pipeline.IN_TURN, pipeline.AT_ONCE}
-    assert all(len(times) == 2 and min(times) > 0 for times in found["seconds"].values())
+    (result,) = json.loads((tmp_path / "pipeline-tiny-2l-cpu.json").read_text())["results"]
+    assert result["seconds"].keys() == {pipeline.WHOLE, pipeline.IN_TURN, pipeline.AT_ONCE}
+    assert all(len(times) == 2 and min(times) > 0 for times in result["seconds"].values())
     assert "| 512 |" in (tmp_path / "pipeline-tiny-2l-cpu.md").read_text()
 
 
@@ -889,13 +891,13 @@ def test_decode(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["decode.py", *options, *counts, "--out", str(tmp_path)])
     decode.main()
     document = json.loads((tmp_path / "decode-tiny-2l-cpu-1000MBps.json").read_text())
-    cases = {(found["batch"], found["place"]): found["systems"] for found in document["results"]}
+    cases = {(result["batch"], result["place"]): result["systems"] for result in document["results"]}
     assert len(cases) == 4
     for (batch, place), systems in cases.items():
         assert set(systems) == set(decode.SYSTEMS)
         lacking = {name for name, lists in systems.items() if lists is None}
-        whole = {decode.FULL, decode.UNFOLDED, decode.OURS} if place == decode.DISK else {decode.OFFLOAD}
-        assert lacking == {decode.OFFLOADED} | whole
+        further_systems = {decode.FULL, decode.UNFOLDED, decode.OURS} if place == decode.DISK else {decode.OFFLOAD}
+        assert lacking == {decode.OFFLOADED} | further_systems
         assert all(len(lists["seconds"]) == 2 for lists in systems.values() if lists is not None)
         quest, peer = systems["Quest"], systems[decode.PEER]
         assert quest["hits"] == [0] * 2  # it keeps nothing
@@ -915,7 +917,7 @@ def test_what_a_full_cache_and_files_of_layers_hold_is_what_a_store_restores(tmp
     model = build("tiny", torch.float32, torch.device("cpu"), layers=2)
     contexts = decode.Contexts(model, 256, 2, 3)
     names = (decode.FULL, decode.UNFOLDED, decode.OFFLOAD, decode.OURS, "KVDrive")
-    seen = []
+    logits = []
     with decode.KVStore(tmp_path / "store") as store, contexts.asking(), torch.inference_mode():
         contexts.store(store, decode.KVDrive())
         for name in names:
@@ -923,9 +925,9 @@ def test_what_a_full_cache_and_files_of_layers_hold_is_what_a_store_restores(tmp
             system = decode.system(name, place, contexts, arguments, lambda: store, tmp_path)
             for tokens in (decode.SUFFIX, 1, 1):
                 system.pass_over(tokens)
-            seen.append(system.logits)
-    for other in seen[1:]:
-        torch.testing.assert_close(other, seen[0], rtol=0, atol=1e-4)
+            logits.append(system.logits)
+    for other_logits in logits[1:]:
+        torch.testing.assert_close(other_logits, logits[0], rtol=0, atol=1e-4)
 
 
 def test_sharing(tmp_path):
@@ -963,16 +965,17 @@ def test_quality(tmp_path, monkeypatch):
     options += ["--data", str(tmp_path), "--tokens", "300", "--limit", "2", "--text", str(tmp_path / "text.txt")]
     monkeypatch.setattr(sys, "argv", ["quality.py", *options, "--out", str(tmp_path)])
     quality.main()
-    found = json.loads((tmp_path / "quality-xs.json").read_text())
-    assert [row["target"] for row in found["rows"]] == list(quality.TARGETS)
-    budgets = {one["budget"] for one in found["calibrated"]} | {1.0}
-    for row in found["rows"]:
+    document = json.loads((tmp_path / "quality-xs.json").read_text())
+    assert [row["target"] for row in document["rows"]] == list(quality.TARGETS)
+    budgets = {calibration["budget"] for calibration in document["calibrated"]} | {1.0}
+    for row in document["rows"]:
         assert row["budget"] in budgets and row["prompts"] == 2
         assert row["brought"] > 0 and 0 <= row["within_twice"] <= 1
         keeping = [
-            one["budget"]
-            for one in found["calibrated"]
-            if 4 * np.mean(one["losses"]) <= row["target"] and 4 * np.quantile(one["losses"], 0.95) <= 2 * row["target"]
+            calibration["budget"]
+            for calibration in document["calibrated"]
+            if 4 * np.mean(calibration["losses"]) <= row["target"]
+            and 4 * np.quantile(calibration["losses"], 0.95) <= 2 * row["target"]
         ]
         assert row["budget"] == min(keeping, default=1.0)
     assert "within twice the target" in (tmp_path / "quality-xs.md").read_text()
@@ -1011,13 +1014,13 @@ def test_a_simulated_choice_is_the_methods(tmp_path, way, settings):
         store.precompute(model, ids[:, :160], method=method, progress=False)
         cache = TieredCache(model, store, method=method, record=False)
         with torch.inference_mode():
-            ours = model(ids, past_key_values=cache, logits_to_keep=1).logits[0, -1].log_softmax(-1)
+            log_probs = model(ids, past_key_values=cache, logits_to_keep=1).logits[0, -1].log_softmax(-1)
         assert cache.stats.tokens_restored == 160
         detach(model)
     simulation = choices.Simulation(model)
     prefix = simulation.prefix(ids[0, :160].tolist())
     simulated = simulation.first_token(ids[0, 160:].tolist(), choices.Choice(choices.WAYS[way], 0.25, prefix))
-    torch.testing.assert_close(ours, simulated, rtol=0, atol=1e-3)
+    torch.testing.assert_close(log_probs, simulated, rtol=0, atol=1e-3)
     full = simulation.first_token(ids[0, 160:].tolist(), choices.Choice(None, 1.0, prefix))
     assert (full - simulated).abs().max() > 1e-2  # so that the choice matters
 

@@ -45,9 +45,9 @@ def test_a_suite_runs_and_becomes_one_page(entry, tmp_path, monkeypatch, capsys)
     lines = ["fingerprint.py --shape tiny --repeats 1 --tokens 8", "fingerprint.py --shape nothing"]
     monkeypatch.setattr(entry, "read_suites", lambda: {"made": lines})
     assert entry.main(["run", "--suite", "made", "--out", str(tmp_path / "out")]) == 1
-    told = capsys.readouterr()
-    assert "[1/2] bench/fingerprint.py --shape tiny" in told.out
-    assert told.err.rstrip().endswith("failed: bench/fingerprint.py --shape nothing")
+    captured = capsys.readouterr()
+    assert "[1/2] bench/fingerprint.py --shape tiny" in captured.out
+    assert captured.err.rstrip().endswith("failed: bench/fingerprint.py --shape nothing")
     page = (tmp_path / "out/README.md").read_text()
     assert page.startswith("# Results") and "](fingerprint-tiny-bfloat16-cpu.md)" in page and "\n## " in page
     assert entry.report(tmp_path / "out").read_text() == page  # its own page is no result
@@ -139,15 +139,15 @@ def test_files_of_others_are_not_replaced_by_a_run_on_a_gpu(tmp_path, monkeypatc
 def test_only_marked_folders_that_no_run_has_locked_are_swept(tmp_path):
     from lib import gpu_run
 
-    live, killed, other = (tmp_path / f"on-gpu-{name}" for name in ("live", "killed", "other"))
-    for folder in (live, killed, other):
+    live, killed, unmarked = (tmp_path / f"on-gpu-{name}" for name in ("live", "killed", "other"))
+    for folder in (live, killed, unmarked):
         folder.mkdir()
     gpu_run.mark(killed).close()
     with gpu_run.mark(live):
         gpu_run.sweep(tmp_path)
-        assert {*tmp_path.iterdir()} == {live, other}
+        assert {*tmp_path.iterdir()} == {live, unmarked}
     gpu_run.sweep(tmp_path)
-    assert [*tmp_path.iterdir()] == [other]
+    assert [*tmp_path.iterdir()] == [unmarked]
 
 
 def test_only_what_is_slower_beyond_noise_is_told(entry, tmp_path, capsys):

@@ -99,8 +99,8 @@ def test_remote_segments(tmp_path, monkeypatch):
     (tmp_path / "remote-segments-cpu.json").write_text(json.dumps(document))
     sys.argv.append("--keep")
     remote_segments.main()
-    other, result = json.loads((tmp_path / "remote-segments-cpu.json").read_text())["results"]
-    assert other == document["results"][1]
+    kept_result, result = json.loads((tmp_path / "remote-segments-cpu.json").read_text())["results"]
+    assert kept_result == document["results"][1]
     assert (result["engine"], result["segments"], result["listed"]) == ("file", 70, 9)
     assert result["gc_memory"] >= 0
     assert len(result["hit"]) == len(result["miss"]) == 50

@@ -45,13 +45,13 @@ def test_every_bench_has_a_test_that_runs_it():
 
 def _imported(path):
     """Return the modules that a file imports, anywhere in it."""
-    found = set()
+    names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found.update(name.name for name in node.names)
+            names.update(name.name for name in node.names)
         elif isinstance(node, ast.ImportFrom):
-            found.update((node.module, *(f"{node.module}.{name.name}" for name in node.names)))
-    return found
+            names.update((node.module, *(f"{node.module}.{name.name}" for name in node.names)))
+    return names
 
 
 SMALL = ["--dtype", "float32", "--device", "cpu", "--bandwidth", 1e9, "--requests", 3, "--warm-up", 2]
@@ -60,13 +60,13 @@ SMALL = ["--dtype", "float32", "--device", "cpu", "--bandwidth", 1e9, "--request
 def test_bandwidths(tmp_path, monkeypatch):
     import bandwidths
 
-    written, real = [], bandwidths.save
-    monkeypatch.setattr(bandwidths, "save", lambda *given: written.append(len(given[2]["disks"])) or real(*given))
+    disk_counts, real = [], bandwidths.save
+    monkeypatch.setattr(bandwidths, "save", lambda *args: disk_counts.append(len(args[2]["disks"])) or real(*args))
     sizes = ["--shape", "tiny", "--layers", 4, "--tokens", 256, "--prefixes", 2, "--memory-share", 0.5, "--learn", 1]
     counts = ["--bandwidths", "1000,0", "--requests", 3, "--warm-up", 2]
     run(monkeypatch, bandwidths, *sizes, *counts, "--device", "cpu", "--out", tmp_path)
     document, page = read(tmp_path, "bandwidths-tiny-4l-float32-cpu")
-    assert written == [1, 2]  # behind each disk
+    assert disk_counts == [1, 2]  # behind each disk
     assert [disk["bytes_per_second"] for disk in document["disks"]] == [1e9, "real"]
     memory = sum(document["memory_bytes"].values())
     for disk in document["disks"]:
@@ -110,20 +110,20 @@ def test_a_disk_is_calibrated_by_bulk_prefill_and_all_systems_have_the_same_memo
     from reprefill import KEYS, OURS, systems
 
     bench = small_bench(tmp_path)
-    both = bench.calibration
-    assert bench.bandwidth == both["bulk"]["bytes_per_second"]
-    assert bench.described()["calibration"] == both
-    for one in both.values():
-        load = bench.token_bytes / one["bytes_per_second"]
-        assert abs(load / one["token_s"] / (serving.PAPER_LOAD_S / serving.PAPER_COMPUTE_S) - 1) < 1e-9
+    calibrations = bench.calibration
+    assert bench.bandwidth == calibrations["bulk"]["bytes_per_second"]
+    assert bench.described()["calibration"] == calibrations
+    for calibration in calibrations.values():
+        load = bench.token_bytes / calibration["bytes_per_second"]
+        assert abs(load / calibration["token_s"] / (serving.PAPER_LOAD_S / serving.PAPER_COMPUTE_S) - 1) < 1e-9
     bench.bandwidth = 0
-    ours, keys = ({one.name: one for one in systems(0.25, 4, None)}[name] for name in (OURS, KEYS))
+    own_system, keys = ({system.name: system for system in systems(0.25, 4, None)}[name] for name in (OURS, KEYS))
     assert bench.memory(keys) == {"device": 0, "host": bench.host_memory, "index": 0}
-    memory = bench.memory(ours)
+    memory = bench.memory(own_system)
     assert memory["index"] > 0 and sum(memory.values()) == bench.host_memory
-    with bench.store_for(ours) as store:
+    with bench.store_for(own_system) as store:
         first, again = (
-            [bench.ask(ours, store, ids) for ids in requests(bench.prompts, 3)]  # each prefix once
+            [bench.ask(own_system, store, ids) for ids in requests(bench.prompts, 3)]  # each prefix once
             for _ in range(2)
         )
         assert store.stats.index.bytes == store.stats.index.budget == memory["index"]
@@ -138,8 +138,8 @@ def test_a_store_that_is_opened_again_knows_of_no_request(tmp_path):
     from lib.workload import requests
 
     bench = small_bench(tmp_path, "--bandwidth", "0")
-    systems = {one.name: one for one in reprefill.systems(0.25, 4, 1.0)}
-    reordering, other = systems[reprefill.IMPRESS], systems[f"{reprefill.IMPRESS}, without reordering"]
+    systems = {system.name: system for system in reprefill.systems(0.25, 4, 1.0)}
+    reordering, not_reordering = systems[reprefill.IMPRESS], systems[f"{reprefill.IMPRESS}, without reordering"]
     ids = next(requests(bench.prompts, 1))
 
     def segments(system, times=0):
@@ -150,10 +150,10 @@ def test_a_store_that_is_opened_again_knows_of_no_request(tmp_path):
 
     plain = segments(reordering)
     assert segments(reordering, 8) != plain  # who lays out anew, writes another segment
-    assert segments(other, 8) == segments(reordering) == plain
+    assert segments(not_reordering, 8) == segments(reordering) == plain
     bench.learn(reordering, 8)
     assert bench.bandwidth == 0 and not segments(reordering) & plain
-    assert segments(other) == plain
+    assert segments(not_reordering) == plain
 
 
 def test_reprefill(tmp_path, monkeypatch):
@@ -237,9 +237,9 @@ def test_auto(tmp_path, monkeypatch, option, model, layers):
         "--device",
         "cpu",
     ]
-    share, *others = auto.SHARES
+    share, *other_shares = auto.SHARES
     monkeypatch.setattr(auto, "SHARES", {share: auto.SHARES[share]})
-    monkeypatch.setattr(auto, "METHODS", {name: way for name, way in auto.METHODS.items() if name not in others})
+    monkeypatch.setattr(auto, "METHODS", {name: way for name, way in auto.METHODS.items() if name not in other_shares})
     monkeypatch.setattr("hf_tiered_cache.operations.calibrate._AUTO_TOKENS", (64, 128))
     monkeypatch.setattr("hf_tiered_cache.operations.calibrate._CONTEXT", 512)
     monkeypatch.setattr(auto, "LONG", 100)  # the longer prefix counts as long

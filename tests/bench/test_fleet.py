@@ -33,21 +33,21 @@ def test_a_cache_holds_the_beginnings_of_prompts_and_evicts_their_ends_first(tra
     assert traces.replay(trace, apart, np.inf).tolist() == [0, 0, 10, 60]
     assert traces.replay(trace, alone, 70).tolist() == [0, 30, 10, 30]  # 30 of the second turn are evicted
     assert traces.replay(trace, alone, 70, low=0.5).tolist() == [0, 30, 10, 10]  # then 20 of the first turn, too
-    assert traces.replay(trace, alone, np.inf, kept=0.0).tolist() == [0, 0, 0, 0]
+    assert traces.replay(trace, alone, np.inf, kept_share=0.0).tolist() == [0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("name", traces.WORKLOADS)
 def test_generated_requests_have_the_published_statistics(name):
     workload = traces.WORKLOADS[name]
-    made = traces.describe(workload, seed=5)
-    assert made["hit_ratio"] == pytest.approx(workload.published, abs=0.05)
-    assert made["tokens"] == pytest.approx(workload.tokens, rel=0.1)
-    assert made["requests"] == pytest.approx(workload.requests, rel=0.05)
+    statistics = traces.describe(workload, seed=5)
+    assert statistics["hit_ratio"] == pytest.approx(workload.published, abs=0.05)
+    assert statistics["tokens"] == pytest.approx(workload.tokens, rel=0.1)
+    assert statistics["requests"] == pytest.approx(workload.requests, rel=0.05)
     for share, ratio in workload.curve.items():
-        assert made["curve"][f"{share:g}"] == pytest.approx(ratio, abs=0.07)
-    again, other = (traces.generate(workload, 0.01, 500, seed) for seed in (5, 6))
+        assert statistics["curve"][f"{share:g}"] == pytest.approx(ratio, abs=0.07)
+    again, other_seed = (traces.generate(workload, 0.01, 500, seed) for seed in (5, 6))
     assert np.array_equal(again.nodes, traces.generate(workload, 0.01, 500, 5).nodes)
-    assert not np.array_equal(again.nodes, other.nodes)
+    assert not np.array_equal(again.nodes, other_seed.nodes)
 
 
 def test_a_fleet(tmp_path, monkeypatch):
@@ -64,11 +64,11 @@ def test_a_fleet(tmp_path, monkeypatch):
             hits = {(row["route"], row["disk_gb"], row["remote"]): sum(row["hits"].values()) for row in run["rows"]}
             times = {(row["route"], row["disk_gb"], row["remote"]): row["ttft_s"] for row in run["rows"]}
             for route in (fleet.RANDOM, fleet.HOME):
-                none, pool = (route, 1000, fleet.NONE), (route, 1000, fleet.UNLIMITED)
-                assert 0 < hits[route, 100, fleet.NONE] <= hits[none] <= hits[pool] < 1
-                assert times[pool]["mean"] <= times[none]["mean"] + 0.001 + 1e-9  # rounding of the sum
-                assert times[none]["mean"] < run["computed_s"]["mean"]
-                assert times[none]["p50"] < times[none]["p95"]
+                no_pool, pool = (route, 1000, fleet.NONE), (route, 1000, fleet.UNLIMITED)
+                assert 0 < hits[route, 100, fleet.NONE] <= hits[no_pool] <= hits[pool] < 1
+                assert times[pool]["mean"] <= times[no_pool]["mean"] + 0.001 + 1e-9  # rounding of the sum
+                assert times[no_pool]["mean"] < run["computed_s"]["mean"]
+                assert times[no_pool]["p50"] < times[no_pool]["p95"]
         rows = {(row["route"], row["remote"]): row for row in four["rows"] if row["disk_gb"] == 1000}
         assert rows[fleet.RANDOM, fleet.UNLIMITED]["hits"]["remote"] > 0.1
         assert rows[fleet.RANDOM, fleet.NONE]["hits"]["remote"] == 0

@@ -22,9 +22,9 @@ from hf_tiered_cache.store.memory import aligned_bytes
 def test_reads_share_the_bandwidth_and_their_latencies_overlap():
     clock = time.monotonic()
     disk = SlowDisk(1e6, 0.05)
-    done = [disk.begin(50_000), disk.begin(100_000)]
-    assert done[0] >= clock + 0.05 + 0.05
-    assert done[1] - done[0] == pytest.approx(0.1, abs=1e-6)
+    end_times = [disk.begin(50_000), disk.begin(100_000)]
+    assert end_times[0] >= clock + 0.05 + 0.05
+    assert end_times[1] - end_times[0] == pytest.approx(0.1, abs=1e-6)
 
 
 def test_a_batch_takes_as_long_as_on_that_disk_and_brings_the_same_bytes(tmp_path):
