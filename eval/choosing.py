@@ -181,18 +181,18 @@ def table(page: Path) -> str:
         row = next((row for row in mean_over(tasks) if row["variant"] == item.variant), None)
         if row is None:
             raise EvalError(f"{' and '.join(item.folders)} have no {item.variant}")
-        cost, same, divergence = (row[name]["mean"] for name in (item.cost, f"{item.prefix}top1", f"{item.prefix}kl"))
+        cost, top1, divergence = (row[name]["mean"] for name in (item.cost, f"{item.prefix}top1", f"{item.prefix}kl"))
         over = item.over.format(sum(rows[0]["examples"] for rows in tasks.values()))
         sources = [_RESULTS / folder / "README.md" for folder in item.folders]
-        figures = item.cost_text.format(cost), f"{same:.0f}", _loss(divergence), _measured(over, sources, page)
+        figures = item.cost_text.format(cost), f"{top1:.0f}", _loss(divergence), _measured(over, sources, page)
         lines.append(f"| {item.situation} | `{item.method}` | {' | '.join(figures)} |")
     ways = json.loads(_CONVERSATIONS.read_text(encoding="utf-8"))["found"]["chat"]
     for situation, method, name in CONVERSATIONS:
         way = ways[name]
         size = 100 * sum(way["file bytes a token"]) / sum(ways["full"]["file bytes a token"])
-        same, divergence = fmean(way["top 1"]), fmean(way["KL"])
+        top1, divergence = fmean(way["top 1"]), fmean(way["KL"])
         measured = _measured(f"48 tokens of {len(way['KL'])} chats", [_CONVERSATIONS.with_suffix(".md")], page)
-        figures = _STORED.format(size), f"{same:.0f}", _loss(divergence), measured
+        figures = _STORED.format(size), f"{top1:.0f}", _loss(divergence), measured
         lines.append(f"| {situation} | `{method}` | {' | '.join(figures)} |")
     return "\n".join(lines) + "\n"
 

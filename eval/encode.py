@@ -76,8 +76,8 @@ def encode(
         prompt_ids = prefix + question_ids
         half = room // 2
         keep = min(len(question_ids), room - half)
-        cut = len(prompt_ids) - room  # number of removed tokens, from index `half`
-        ranges = [(a, b) if b <= half else (a - cut, b - cut) for a, b in ranges if b <= half or a >= half + cut]
+        gap = len(prompt_ids) - room  # number of removed tokens, from index `half`
+        ranges = [(a, b) if b <= half else (a - gap, b - gap) for a, b in ranges if b <= half or a >= half + gap]
         prompt_ids = prompt_ids[:half] + prompt_ids[len(prompt_ids) - (room - half) :]
         prefix, question_ids = prompt_ids[: room - keep], prompt_ids[room - keep :]
     passages = tuple(tuple(prefix[a:b]) for a, b in ranges[1:] if b <= len(prefix))

@@ -43,12 +43,12 @@ def reading_of(prefix_bytes: int, kv: int, prompt: RequestStats, answered: Reque
     def share(nbytes: float) -> float:
         return 100 * nbytes / prefix_bytes
 
-    brought, identifying = prompt.details.bytes_delivered, prompt.details.bytes_delivered_identifying
+    delivered, identifying = prompt.details.bytes_delivered, prompt.details.bytes_delivered_identifying
     return Reading(
-        read=share(brought - identifying),
+        read=share(delivered - identifying),
         identified=share(identifying),
-        brought=share(brought),
+        brought=share(delivered),
         answered=share(answered.details.bytes_delivered),
-        per_token=share((answered.details.bytes_delivered - brought) / tokens) if tokens else None,
+        per_token=share((answered.details.bytes_delivered - delivered) / tokens) if tokens else None,
         index=100 * prompt.details.index_bytes / kv,
     )

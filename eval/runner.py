@@ -188,10 +188,10 @@ class Run:
         path = self._folder(task, variant) / "predictions.jsonl"
         if not path.exists():
             return {}
-        *lines, rest = path.read_bytes().split(b"\n")
-        if not all(line.startswith(_LINE) for line in lines) or rest[: len(_LINE)] != _LINE[: len(rest)]:
+        *lines, last_line = path.read_bytes().split(b"\n")
+        if not all(line.startswith(_LINE) for line in lines) or last_line[: len(_LINE)] != _LINE[: len(last_line)]:
             raise foreign(path)
-        if rest:
+        if last_line:
             write(path, "".join(f"{line.decode()}\n" for line in lines))
         return {line["id"]: line for line in map(json.loads, lines)}
 

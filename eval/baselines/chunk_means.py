@@ -52,8 +52,8 @@ class ChunkMeanIndex(DecodeIndex):
         parts = []
         for heads in head_slices(keys):
             means = mean_keys(keys[heads], chunk_tokens)
-            cut = cut_in_chunks(keys[heads], chunk_tokens).float()
-            cosines = torch.cosine_similarity(cut, means[:, :, None], dim=-1).amin(2)  # [some, chunks]
+            chunk_keys = cut_in_chunks(keys[heads], chunk_tokens).float()
+            cosines = torch.cosine_similarity(chunk_keys, means[:, :, None], dim=-1).amin(2)  # [some, chunks]
             lowest = best_first(-cosines, min(outliers, means.shape[1]))
             parts.append((means.to(ranking_dtype(keys.dtype)), lowest.int(), cosines.gather(1, lowest)))
         return cls(chunk_tokens, *(torch.cat(tensors) for tensors in zip(*parts, strict=True)))

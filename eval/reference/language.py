@@ -152,11 +152,11 @@ class Language:
 
     def _meant(self, documents: tuple[tuple[int, ...], ...], statements: _Statements) -> np.ndarray:
         flat = [token for document in documents for token in document]
-        meant = np.full(len(flat), -1)
+        referents = np.full(len(flat), -1)
         for position, token in enumerate(flat[:-2]):
             if token == self._mark["<copy>"]:
-                meant[position + 2] = statements.stands_for[flat[position + 1]]
-        return meant
+                referents[position + 2] = statements.stands_for[flat[position + 1]]
+        return referents
 
     def _write(
         self, rng: np.random.Generator, events: list[tuple[bool, list[int]]], tokens: int

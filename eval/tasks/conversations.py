@@ -24,8 +24,8 @@ class LastTurn(Task):
     def examples(self, draw: Draw) -> Iterator[Example]:
         for example in self.task.examples(draw):
             prefix = example.prefix
-            cut = _cut(prefix, _TURN_TOKENS, draw)
-            yield replace(example, segments=(prefix[:cut],), question=prefix[cut:] + example.question)
+            end = _cut(prefix, _TURN_TOKENS, draw)
+            yield replace(example, segments=(prefix[:end],), question=prefix[end:] + example.question)
 
 
 def _cut(text: str, tokens: int, draw: Draw) -> int:

@@ -65,8 +65,8 @@ class FewShot(Task):
     def _demonstrations(self, draw: Draw, rows: Any, indices: list[int], number: int) -> tuple[str, ...]:
         """Return the solved items of one prefix: at most `shots`, within `prefix_tokens`."""
         rng = draw.rng(self.name, "prefix", number)
-        shown = rng.sample(indices, min(len(indices), 12 * self.shots))
-        items = [self.render(rows[i]) for i in shown]
+        sample = rng.sample(indices, min(len(indices), 12 * self.shots))
+        items = [self.render(rows[i]) for i in sample]
         if self.by_label:
             piles: dict[int, list[Item]] = {}
             for item in items:

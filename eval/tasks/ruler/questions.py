@@ -36,9 +36,9 @@ class Questions(Task):
             other_passages = [p for p in rng.sample(passages, len(passages)) if p not in own_passages]
             own_text = "".join(_document(100, passage) for passage in own_passages)
             fit = filling(draw, (_document(100, passage) for passage in other_passages), own_text)
-            shown = [*own_passages, *other_passages[: len(fit)]]
-            rng.shuffle(shown)
-            documents = tuple(_document(i, text) for i, text in enumerate(shown, start=1))
+            all_passages = [*own_passages, *other_passages[: len(fit)]]
+            rng.shuffle(all_passages)
+            documents = tuple(_document(i, text) for i, text in enumerate(all_passages, start=1))
             yield Example(str(number), documents, f"Question: {question}\nAnswer:", answers=answers)
 
 

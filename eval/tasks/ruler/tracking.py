@@ -32,7 +32,7 @@ class Tracking(Task):
             chain = rng.sample(sorted(names), len(names))
             value = str(rng.randrange(10_000, 100_000))
             steps = [f"LET {chain[0]} = {value}."]
-            steps += [f"LET {later} = {earlier}." for earlier, later in itertools.pairwise(chain)]
+            steps += [f"LET {target} = {source}." for source, target in itertools.pairwise(chain)]
             hay = filling(draw, itertools.repeat(NOISE), " ".join([_INTRODUCTION, *steps]))
             yield Example(
                 str(number),
