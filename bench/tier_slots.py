@@ -42,8 +42,10 @@ def measure(policy: str, slots: int, chunks: int, fetches: int) -> dict[str, lis
     for number in range(fetches):
         owner = owners[numbers.integers(len(owners))]
         slots_read = np.sort(numbers.choice(SEGMENT_CHUNKS, chunks, replace=False))
-        if (pinned := tier.pin(owner, slots_read)) is not None:
-            pool.unpin(pinned[1])
+        if (cached := tier.find(owner, slots_read)) is not None:
+            pool.pin(cached[1])
+            pool.use(cached[1], tier.clock)
+            pool.unpin(cached[1])
         began = time.perf_counter()
         insert(tier, (f"new-{number}", 0, 0), np.arange(chunks))
         results["fetch"].append(time.perf_counter() - began)
@@ -66,8 +68,7 @@ def rate(tier: Tier, owners: list[tuple[str, int, int]], numbers: np.random.Gene
     """Give all blocks scores, most of which differ."""
     for owner in owners:
         mass, share = numbers.random(SEGMENT_CHUNKS), np.ones(SEGMENT_CHUNKS)
-        for change in tier._scores.note([(owner, SEGMENT_CHUNKS, np.arange(SEGMENT_CHUNKS), mass, share)]):
-            tier.rescore(*change)
+        tier.rescore(tier._scores.note([(owner, SEGMENT_CHUNKS, np.arange(SEGMENT_CHUNKS), mass, share)]))
 
 
 def report(document: dict[str, Any]) -> str:

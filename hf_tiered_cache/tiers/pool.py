@@ -120,21 +120,15 @@ class Tier:
         """Return the ids of segments with blocks in the tier."""
         return {segment for segment, _ in self._latest}
 
-    def pin(
-        self, owner: Owner, chunks: np.ndarray, is_use: bool = True
-    ) -> tuple[SlotPool, np.ndarray, np.ndarray] | None:
-        """Pin the slots that hold blocks of these chunks, and record their use unless it comes later.
+    def find(self, owner: Owner, chunks: np.ndarray) -> tuple[SlotPool, np.ndarray, np.ndarray] | None:
+        """Return the pool and the slots that hold blocks of these chunks, or None if there is no block of the owner.
 
-        Return pool, slots, and whether the tier holds each chunk, bool `[len(chunks)]`; None if it holds no block.
+        The third array tells whether the tier holds each chunk, bool `[len(chunks)]`.
         """
         if (table := self._table(owner)) is None:
             return None
-        pool, is_held = table.pool, table.slots[chunks] >= 0
-        slots = table.slots[chunks[is_held]]
-        pool.pin(slots)
-        if is_use:
-            pool.use(slots, self.clock)
-        return pool, slots, is_held
+        slots = table.slots[chunks]
+        return table.pool, slots[slots >= 0], slots >= 0
 
     def own_memory(self, chunks: np.ndarray, block_bytes: int) -> Iterator[Blocks]:
         """Allocate memory of the same kind outside the tier, for blocks of one request that get no slot.
@@ -196,12 +190,13 @@ class Tier:
         pool.owner[new_slots] = table.number  # after all else of the slots, since `mend` relies on it
         table.slots[chunks[is_new]] = new_slots
 
-    def rescore(self, owner: Owner, chunks: np.ndarray, scores: np.ndarray) -> None:
-        """Set the importance and accesses of the slots of these chunks, float64 `[2, len(chunks)]`."""
-        if (table := self._table(owner)) is not None:
-            slots = table.slots[chunks]
-            is_held = slots >= 0
-            table.pool.rate(slots[is_held], scores[:, is_held])
+    def rescore(self, changes: Sequence[tuple[Owner, np.ndarray, np.ndarray]]) -> None:
+        """Set importance and accesses in the slots of chunks: owner, chunks, and float64 `[2, len(chunks)]`."""
+        found_slots = [self.find(owner, chunks) for owner, chunks, _ in changes]
+        for found, (_, _, scores) in zip(found_slots, changes, strict=True):
+            if found is not None:
+                pool, slots, is_held = found
+                pool.rate(slots, scores[:, is_held])
 
     def discard(self, pool: SlotPool, slots: np.ndarray) -> None:
         """Free slots in any state, and unpin them."""

@@ -96,8 +96,10 @@ class Residency(TierSet):
         if any(len(fetched.from_disk) for fetched in handle.fetched):
             for tier, request in itertools.product(tiers, later):
                 owner = request.reader.owners[request.block_group]
-                if (pinned := tier.pin(owner, request.chunks, is_use=False)) is not None:
-                    pin.slots.append((tier, *pinned[:2]))
+                if (found := tier.find(owner, request.chunks)) is not None:
+                    pool, slots, _ = found
+                    pool.pin(slots)
+                    pin.slots.append((tier, pool, slots))
 
     def _needs(self, handle: BlockHandle) -> Counter[tuple[Tier, int]]:
         """Return how many slots a fetch may take, by tier and block size, after blocks in memory are pinned."""
@@ -223,11 +225,13 @@ class Residency(TierSet):
     def _pin_blocks(self, tier: Tier, handle: BlockHandle, collector: StatsCollector) -> None:
         """Pin the blocks that `tier` holds of the chunks that no earlier tier holds."""
         num_found = num_missing = nbytes = 0
-        pinned_slots = [tier.pin(fetched.owner, fetched.from_disk) for fetched in handle.fetched]
-        for fetched, pinned in zip(handle.fetched, pinned_slots, strict=True):
+        found_slots = [tier.find(fetched.owner, fetched.from_disk) for fetched in handle.fetched]
+        for fetched, found in zip(handle.fetched, found_slots, strict=True):
             chunks = fetched.from_disk
-            if pinned is not None:
-                pool, slots, in_tier = pinned
+            if found is not None:
+                pool, slots, in_tier = found
+                pool.pin(slots)
+                pool.use(slots, tier.clock)
                 handle.pin.slots.append((tier, pool, slots))
                 blocks = fetched.host_blocks if tier is self.host else fetched.device_blocks
                 blocks.append(pool.blocks(slots, chunks[in_tier]))

@@ -85,8 +85,7 @@ class TierSet:
         with self._lock, self._guard:
             changes = self.scores.note(noted)
             for tier in self.tiers:
-                for owner, chunks, scores in changes:
-                    tier.rescore(owner, chunks, scores)
+                tier.rescore(changes)
 
     def num_cached(self, owner: Owner, chunks: np.ndarray) -> int:
         """Return how many of these chunks of a KV cache group are in memory, in the tiers of all devices."""

@@ -97,8 +97,7 @@ def test_layers_keep_what_they_recompute_after_losing_it(root):
         (row,) = store.segments()
         front = storage.unstored.of(storage.disk.reader(row.id), None)
         chunk = front.shape.chunks_in(front.shape.block_groups[0]) - 1
-        pool, slots, _ = storage.residency.host.pin(front.owners[0], np.array([chunk]))
-        pool.unpin(slots)
+        pool, slots, _ = storage.residency.host.find(front.owners[0], np.array([chunk]))
         storage.residency.host.discard(pool, slots)
         assert run_turn(model, store, method, text)[1] > 0
         logits, *counts = run_turn(model, store, method, text, suspend=False)
@@ -140,8 +139,7 @@ def test_each_layer_recomputes_what_it_has_lost(root):
         reader, host = storage.disk.reader(row.id), storage.residency.host
         front = storage.unstored.of(reader, None)
         owner = front.owners[front.shape.restoring_groups[2][0].index]
-        pool, slots, _ = host.pin(owner, np.array([1]))
-        pool.unpin(slots)
+        pool, slots, _ = host.find(owner, np.array([1]))
         host.discard(pool, slots)
         logits, recomputed, nbytes = run_turn(model, store, method, text, suspend=False)
         assert (recomputed, nbytes) == (3 * 32 / 6, 0)

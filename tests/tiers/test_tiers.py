@@ -77,7 +77,10 @@ class TierMachine(RuleBasedStateMachine):
         pool = self.tier.pool(block_bytes)
         present = slots >= 0
         if present.any():
-            assert np.array_equal(self.tier.pin(owner, chunks)[1], slots[present])
+            found_pool, found_slots, is_held = self.tier.find(owner, chunks)
+            assert found_pool is pool and np.array_equal(found_slots, slots[present]) and (is_held == present).all()
+            pool.pin(found_slots)
+            pool.use(found_slots, self.tier.clock)
             for slot, chunk in zip(slots[present], chunks[present], strict=True):
                 self.held[(*owner, int(chunk))][0] = self.tier.clock
                 self.held[(*owner, int(chunk))][1] += 1
@@ -137,8 +140,7 @@ class TierMachine(RuleBasedStateMachine):
         """Report that a selector chose these chunks, in memory or not."""
         ascending = np.array(sorted(chunks))
         share = np.full(len(ascending), 0.5)
-        for change in self.tier._scores.note([(owner, CHUNKS, ascending, np.full(len(ascending), mass), share)]):
-            self.tier.rescore(*change)
+        self.tier.rescore(self.tier._scores.note([(owner, CHUNKS, ascending, np.full(len(ascending), mass), share)]))
         for chunk in chunks:
             score = self.scores.setdefault((*owner, chunk), [0.0, 0.0])
             score[0] = 0.5 if self.policy == "importance" else score[0] + mass  # a moving average of the same share
