@@ -105,10 +105,8 @@ class SelectedSource(DenseSource):
                 return output
             selection.index(self.index, all_keys_to_index)
         assert selection is not None, "layers hold a part of what the plan restores"
-        selection.choose(self.index, query, keys, rotate_, scaling)
         all_keys, all_values = self._hold(plan, keys, values)
-        selection.fill(self.index, all_keys, all_values, rotate_)
-        if (reselection := selection.decode_selector(self.index, len(keys), all_keys.shape[2])) is not None:
+        if (reselection := selection.restore(self.index, call, all_keys, all_values, rotate_)) is not None:
             self.decode_selector, self._rows = reselection
         if output is not None and plan.streams_all:
             return output

@@ -167,6 +167,17 @@ class UnitTable:
                 requests.append((unit, piece.reader.shape.chunks_of(block_group, distinct)))
         return requests
 
+    def fetch(self, rows: Iterable[RowTokens], layers: Sequence[int], prefetches: bool = False) -> None:
+        """Start to fetch tokens for the first of some layers, and with `prefetches` for the others, ahead of need."""
+        batches: dict[tuple[int, ...], list[Request]] = {}  # a layer waits only for its own batch
+        for tokens in rows:
+            for unit, chunks in self.want(tokens, layers):
+                batches.setdefault(unit.block_group.layers, []).append((unit, chunks))
+        for batch_layers, requests in sorted(batches.items()):
+            is_first = layers[0] in batch_layers
+            if is_first or prefetches:
+                self.fetcher.fetch(requests, ahead=not is_first)
+
     def want_keys(self, tokens: RowTokens, layer: int, heads: int | None) -> list[Request]:
         """Return units that hold keys of a layer (see `key_groups`), and their chunks with tokens of one set."""
         requests = []

@@ -5,8 +5,7 @@ Before that, the keys that the selection scores are prefetched.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from functools import partial
 from itertools import product
 from typing import Literal
@@ -14,6 +13,7 @@ from typing import Literal
 import torch
 
 from ..errors import ConfigError, with_type
+from ..patches.scope import AttentionCall
 from ..restore.fetch import Fetcher
 from ..restore.plan import BudgetPlan
 from ..restore.prefetch import share_row
@@ -21,7 +21,7 @@ from ..store.geometry import in_groups
 from ..store.segment import SegmentReader
 from ..tiers.scores import TokenImportance
 from .decode import DecodeSelector, TokenDecodeSelector
-from .fetched import Request, Rotate, RowPrefix, RowTokens, UnitTable, attention_of
+from .fetched import Rotate, RowPrefix, RowTokens, UnitTable, attention_of
 from .held import HeldChunks
 from .indexes import IndexSidecars, RowIndexes
 from .selectors import SelectionInput, Selector, check_mass, check_selection
@@ -68,7 +68,7 @@ class SelectiveRestore:
             raise ConfigError(f"prefetches may name {sorted(PREFETCHED)}, not {sorted(unknown)}")
         self.plan, self.selector, self.fetcher = plan, selector, fetcher
         self.residency, self.collector = fetcher.residency, fetcher.collector
-        self._prefetches, self._importance, self._reselects = prefetches, importance, reselect
+        self._importance, self._reselects = importance, reselect
         self.observed, self._method = observed, method
         self._probe_keys: dict[tuple[int, int], torch.Tensor] = {}  # scored keys, by period and index in _rows
         self._periods = in_groups(layers, selector.period, selector.solo_layers)
@@ -80,45 +80,66 @@ class SelectiveRestore:
         self._selected: dict[int, list[RowTokens]] = {}  # by period, for each of _rows
         self._tables = [UnitTable(fetcher, period) for period in self._periods]
         self._scanned_groups: set[tuple[SegmentReader, int]] = set()  # groups that the last selection read as a whole
-        self._decode_selector: DecodeSelector | None = None
         self._indexes: RowIndexes | None = None
         self.index_fits = True
         """True if memory has room for the indexes used; otherwise the next request reads them again."""
         if selector.index is not None:
             self._indexes = RowIndexes(*selector.index, fetcher, self._selecting, sidecars)
+        # the keys of a streamed row come with its tokens
+        streams_keys = self._indexes is not None and any(budget.streamed for budget in plan.budgets)
+        self._prefetches = frozenset(prefetches) - ({"keys"} if streams_keys else set())
+        self._decode_selector: DecodeSelector | None = None
+        if reselect:
+            held = [budget.held for budget in plan.budgets]
+            common = self.residency, fetcher.device_of, self._periods, self._rows, held
+            if isinstance(selector, ByIndex):
+                assert self._indexes is not None
+                self._decode_selector = WindowDecodeSelector(*common, selector, self._indexes)
+            else:
+                self._decode_selector = TokenDecodeSelector(*common, selector, self._probe_keys, self._indexes)
 
     def start(self) -> None:
         """Start to fetch what the first selection needs."""
-        with self._identifying():
+        with self.collector.timing("select_seconds", stalls="select_stall_seconds"):
             self._fetch_keys(0)
 
-    def choose(
-        self, layer: int, query: torch.Tensor, own_keys: torch.Tensor, rotate_: Rotate, scaling: float | None
-    ) -> None:
-        """Select what `layer` attends to, if its period has not selected yet, and start to fetch it.
+    def restore(
+        self, layer: int, call: AttentionCall, keys: torch.Tensor, values: torch.Tensor, rotate_: Rotate
+    ) -> tuple[DecodeSelector, list[HeldChunks | None]] | None:
+        """Select what `layer` attends to, if its period has not selected yet, and copy it to the layer's entries.
 
-        Queries are `[batch, heads, computed, dim]`, keys `[batch, kv_heads, computed, dim]`, rotated. Raises
-        RestoreError if a block did not arrive.
+        Args:
+            layer: Index of a layer with full attention.
+            call: Attention of the computed tokens, with rotated queries and keys.
+            keys: `[batch, kv_heads, entries, dim]`, rotated. The computed ones are at the end; those before them are
+                filled in place, and unused ones are set to zero.
+            values: Like `keys`.
+            rotate_: Rotates stored keys.
+
+        Returns:
+            Decode selector, and what the layer holds of each row; None if nothing reselects.
+
+        Raises:
+            RestoreError: A block did not arrive.
         """
-        number = self._period_of[layer]
-        if number not in self._selected:
-            self._choose(number, query, own_keys, rotate_, scaling)
-        elif self._tables[number].begins_at(layer):
-            self._fetch_selection(number, (layer,))  # chunks that a prefetch had no room for
-        self._selected.pop(number - 1, None)
-
-    def fill(self, layer: int, keys: torch.Tensor, values: torch.Tensor, rotate_: Rotate) -> None:
-        """Wait for the selected tokens of a layer, and copy them to its entries, `[batch, kv_heads, entries, dim]`.
-
-        The computed entries are at the end; those before them are filled in place, and unused ones are set to zero.
-        Raises RestoreError if a block did not arrive.
-        """
-        number = self._period_of[layer]
+        number, decode_selector = self._period_of[layer], self._decode_selector
         table = self._tables[number]
+        row_states: list[HeldChunks | None] = [None] * len(keys)
+        if number not in self._selected:
+            self._select(number, call, rotate_)
+            table.fetch(self._selected[number], self._periods[number], "period" in self._prefetches)
+            if "keys" in self._prefetches and number + 1 < len(self._periods):
+                self._fetch_keys(number + 1, ahead=True)
+        elif table.begins_at(layer):
+            table.fetch(self._selected[number], (layer,))  # chunks that a prefetch had no room for
+        self._selected.pop(number - 1, None)
         table.wait(layer)
-        for selected, budget in zip(self._selected[number], self.plan.budgets, strict=True):
+        for place, (selected, budget) in enumerate(zip(self._selected[number], self.plan.budgets, strict=True)):
             rows, stop, count = budget.group.rows, keys.shape[2] - budget.computed, selected.tokens.shape[1]
             begin = stop - count
+            if decode_selector is not None:
+                for row in rows:
+                    row_states[row] = decode_selector.row(layer, place, selected.tokens, begin)
             if count:
                 table.restore(selected, layer, keys[rows[0], :, begin:stop], values[rows[0], :, begin:stop], rotate_)
             if begin or len(rows) > 1:
@@ -127,6 +148,7 @@ class SelectiveRestore:
         table.finish(layer)
         if layer == self._periods[-1][-1] and self._indexes is not None:
             self.index_fits = self._indexes.finish()
+        return None if decode_selector is None else (decode_selector, row_states)
 
     def keys_to_index(self, layer: int, like: torch.Tensor) -> list[torch.Tensor | None]:
         """Return, for each group of rows, an empty tensor `[kv_heads, tokens, dim]` for the keys to index, or None.
@@ -147,56 +169,22 @@ class SelectiveRestore:
                 if row_keys is not None and self._indexes is not None:
                     self._indexes.make(layer, place, row_keys)
 
-    def decode_selector(
-        self, layer: int, batch: int, entries: int
-    ) -> tuple[DecodeSelector, list[HeldChunks | None]] | None:
-        """Return the decode selector, and what a filled layer holds of each row; None if nothing reselects.
-
-        `entries` is the number of entries that the layer holds of the row with most.
-        """
-        if not self._reselects:
-            return None
-        if self._decode_selector is None:
-            held = [budget.held for budget in self.plan.budgets]
-            common = self.residency, self.fetcher.device_of, self._periods, self._rows, held
-            if isinstance(self.selector, ByIndex):
-                assert self._indexes is not None
-                self._decode_selector = WindowDecodeSelector(*common, self.selector, self._indexes)
-            else:
-                self._decode_selector = TokenDecodeSelector(*common, self.selector, self._probe_keys, self._indexes)
-        row_states: list[HeldChunks | None] = [None] * batch
-        for place, (row, selected) in enumerate(zip(self._rows, self._selected[self._period_of[layer]], strict=True)):
-            first = entries - self.plan.budgets[place].computed - selected.tokens.shape[1]
-            for batch_row in row.group.rows:
-                row_states[batch_row] = self._decode_selector.row(layer, place, selected.tokens, first)
-        return self._decode_selector, row_states
-
     # --- selection
 
-    @contextmanager
-    def _identifying(self) -> Iterator[None]:
-        """Count the time within this context as selection time, and its stalls as stalls of the selection."""
-        stall_seconds = self.collector.stats.stall_seconds
-        with self.collector.timing("select_seconds"):
-            yield
-        self.collector.add(select_stall_seconds=self.collector.stats.stall_seconds - stall_seconds)
-
-    def _choose(
-        self, number: int, query: torch.Tensor, own_keys: torch.Tensor, rotate_: Rotate, scaling: float | None
-    ) -> None:
-        """Select for a period, start to fetch its tokens, and prefetch for the next period."""
+    def _select(self, number: int, call: AttentionCall, rotate_: Rotate) -> None:
+        """Select for the layers of a period."""
         layer, indexes = self._periods[number][0], self._indexes
         self._scanned_groups.clear()
-        with self._identifying():
+        with self.collector.timing("select_seconds", stalls="select_stall_seconds"):
             chosen: dict[int, RowTokens] = {}
             for place, row in self._selecting.items():
                 budget = self.plan.budgets[place]
                 queries = min(budget.computed, self.observed) if budget.streamed else budget.computed
                 request = SelectionInput(
-                    query[row.group.rows[0], :, -queries:],
-                    own_keys[row.group.rows[0], :, -budget.computed :],
+                    call.query[row.group.rows[0], :, -queries:],
+                    call.keys[row.group.rows[0], :, -budget.computed :],
                     partial(self._keys_of, number, place, rotate_),
-                    scaling,
+                    call.scaling,
                     row.chunks(layer, self.selector.per_head),
                     budget.held,
                     tuple if indexes is None else partial(indexes.of, layer, place, rotate_),
@@ -216,22 +204,6 @@ class SelectiveRestore:
         self._selected[number] = [chosen.get(place) or row.all_tokens for place, row in enumerate(self._rows)]
         if indexes is None:
             self._tables[number].finish_keys()
-        self._fetch_selection(number, self._periods[number])
-        streams_keys = indexes is not None and any(budget.streamed for budget in self.plan.budgets)
-        if "keys" in self._prefetches and number + 1 < len(self._periods) and not streams_keys:
-            self._fetch_keys(number + 1, ahead=True)
-
-    def _fetch_selection(self, number: int, layers: Sequence[int]) -> None:
-        """Start to fetch the selection of some layers of a period: the first layer's now, the others' ahead of need."""
-        table = self._tables[number]
-        batches: dict[tuple[int, ...], list[Request]] = {}  # a layer waits only for its own batch
-        for selected in self._selected[number]:
-            for unit, chunks in table.want(selected, layers):
-                batches.setdefault(unit.block_group.layers, []).append((unit, chunks))
-        for batch_layers, requests in sorted(batches.items()):
-            is_first = layers[0] in batch_layers
-            if is_first or "period" in self._prefetches:
-                self.fetcher.fetch(requests, ahead=not is_first)
 
     # --- keys for scoring
 

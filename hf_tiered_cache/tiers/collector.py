@@ -93,13 +93,13 @@ class StatsCollector:
                 self._idle_since = now if self._more_to_read else None
 
     @contextmanager
-    def timing(self, name: str) -> Iterator[None]:
-        """Add the duration of the body, in seconds, to the figure `name`."""
-        started = time.perf_counter()
+    def timing(self, name: str, stalls: str = "") -> Iterator[None]:
+        """Add the seconds of the body to the figure `name`, and those of waiting for KV in it to `stalls`, if given."""
+        started, stalled = time.perf_counter(), self.stats.stall_seconds
         try:
             yield
         finally:
             ended = time.perf_counter()
-            self.add(**{name: ended - started})
+            self.add(**{name: ended - started}, **({stalls: self.stats.stall_seconds - stalled} if stalls else {}))
             if self.on_section is not None:
                 self.on_section(name, started, ended)

@@ -54,13 +54,13 @@ def fetched(monkeypatch):
             noted.setdefault(layer, []).append((ahead, group.layers[0], kind))
         return real(self, requests, device, collector, ahead, later)
 
-    def choose(self, index, *arguments, real=SelectiveRestore.choose):
+    def restore(self, index, *arguments, real=SelectiveRestore.restore):
         nonlocal layer
         layer = index
         return real(self, index, *arguments)
 
     monkeypatch.setattr(Residency, "fetch", fetch)
-    monkeypatch.setattr(SelectiveRestore, "choose", choose)
+    monkeypatch.setattr(SelectiveRestore, "restore", restore)
     return noted
 
 
