@@ -220,7 +220,7 @@ class Executor(CacheState):
         if before <= stored - HASH_TOKENS:
             return before
         if plan is not None:
-            plan = plan.within_budget([0], [True])
+            plan = plan.streamed()
         try:
             self._run_planned(cache, piece, sequence, plan, forward)
         except RestoreError as error:

@@ -18,7 +18,7 @@ from ..passages.report import PassageReport
 from ..patches.attach import Attachment
 from ..patches.rope import TableCache
 from ..restore.hashes import History, PassageHasher
-from ..restore.plan import BudgetPlan, PassagesPlan, Plan
+from ..restore.plan import BudgetPlan, PassagesPlan, Plan, RowBudget
 from ..restore.rows import PlanContext, RowGroup, SegmentSlice
 from ..store import EXACT
 from ..store.codecs import codec_in, coded_provenance
@@ -97,20 +97,16 @@ class SequenceState:
 
     def plan(self, request: Request, collector: StatsCollector, whole: bool = False) -> Plan | None:
         """Return the plan of a pass, or None if it restores nothing. `whole` restores the match without a budget."""
-        method = self.method
         with collector.timing("match_seconds"):
             groups, restorable = self._look_up(request.host_ids)
-            plan = self._plan_restore(request, groups, restorable) if any(group.pieces for group in groups) else None
-        if plan is None:
-            return None
-        if self.selects and isinstance(method, BudgetMethod) and not whole:
-            plan = self._within_budget(plan, method)
-            if isinstance(plan, BudgetPlan):
-                if method.reorder:
-                    self.store.lay_out_after(plan.groups)
-                return plan
+            has_pieces = any(group.pieces for group in groups)
+            plan = self._plan_restore(request, groups, restorable, whole) if has_pieces else None
+        if isinstance(plan, BudgetPlan):
+            if isinstance(self.method, BudgetMethod) and self.method.reorder:
+                self.store.lay_out_after(plan.groups)
+            return plan
         unstored = self.store.unstored
-        return unstored.added_to(plan, self.attachment.devices) if unstored.segments else plan
+        return unstored.added_to(plan, self.attachment.devices) if plan is not None and unstored.segments else plan
 
     def _look_up(self, ids: np.ndarray) -> tuple[tuple[RowGroup, ...], int]:
         """Find the longest stored prefix of each row, and the passages after it, for new tokens.
@@ -142,13 +138,19 @@ class SequenceState:
             restorable = min(restorable, max(0, found - cached))
         return tuple(groups), restorable
 
-    def _plan_restore(self, request: Request, groups: tuple[RowGroup, ...], restorable: int) -> Plan | None:
-        """Let the method decide what to compute. Return None if that is everything."""
+    def _plan_restore(
+        self, request: Request, groups: tuple[RowGroup, ...], restorable: int, whole: bool
+    ) -> Plan | None:
+        """Let the method decide what to compute. Return None if that is everything. See `plan`."""
         method, base, num_positions = self.method, request.base, request.num_positions
         context = PlanContext(base, num_positions, restorable, request.must_compute, self.layers, groups)
-        common = base, num_positions, method.positions_to_compute(context), groups
-        choice = method.deferred_choice(context) if isinstance(method, Passages) else None
-        plan = Plan(*common) if choice is None else PassagesPlan(*common, choice)
+        may_select = self.selects and not whole
+        if may_select and isinstance(method, BudgetMethod) and (budgets := method.budgets(context)) is not None:
+            plan: Plan = self._plan_within(context, method, budgets)
+        else:
+            common = base, num_positions, method.positions_to_compute(context), groups
+            choice = method.deferred_choice(context) if isinstance(method, Passages) else None
+            plan = Plan(*common) if choice is None else PassagesPlan(*common, choice)
         if plan.computed[-1].shape[-1] < num_positions or plan.restored_tokens:
             return plan
         if any(not piece.exact for group in groups for piece in group.pieces):
@@ -171,18 +173,17 @@ class SequenceState:
             and rope_regime(self.attachment.config, step) == self.regime
         )
 
-    def _within_budget(self, plan: Plan, method: BudgetMethod) -> Plan:
-        """Return a plan with the budget of its method, unless it restores no more tokens than that."""
-        if plan.base:
-            return plan
-        budgets, streamed = [], []
-        for group, tokens in zip(plan.groups, plan.prefixes, strict=True):
-            budgets.append(method.held_tokens(tokens))
+    def _plan_within(self, context: PlanContext, method: BudgetMethod, budgets: list[int]) -> BudgetPlan:
+        """Return the plan in which layers hold so many restored tokens of each group's rows."""
+        row_budgets = []
+        for group, tokens, budget in zip(context.groups, context.own_prefixes, budgets, strict=True):
+            computed = context.num_positions - group.pad - tokens
             # all pieces of a long prompt are exact, also the last one, however short
             in_pieces = self.stored_in_pieces.get(group.rows[0], 0) > 0
-            computes = plan.num_positions - group.pad - tokens
-            streamed.append(budgets[-1] < tokens and (in_pieces or method.streams(computes)))
-        return plan if tuple(budgets) == plan.prefixes else plan.within_budget(budgets, streamed)
+            streamed = budget < tokens and (in_pieces or method.streams(computed))
+            row_budgets.append(RowBudget(group, tokens, computed, budget, streamed))
+        positions = context.own_suffixes()
+        return BudgetPlan(context.base, context.num_positions, positions, context.groups, tuple(row_budgets))
 
     @cached_property
     def _hashers(self) -> list[PassageHasher]:

@@ -201,16 +201,18 @@ class BudgetMethod(Method):
             )
         return min(int(budget), prefix_tokens)
 
+    def budgets(self, context: PlanContext) -> list[int] | None:
+        """Return how many restored tokens of each group's rows a full-attention layer attends to; None for all."""
+        if context.base or not self.selects:
+            return None
+        budgets = [self.held_tokens(tokens) for tokens in context.own_prefixes]
+        return None if budgets == context.own_prefixes else budgets
+
     # --- members of every method
 
     def positions_to_compute(self, context: PlanContext) -> tuple[Positions, ...]:
         """See `Method`. Each row computes what it computes alone, if one of them exceeds its budget."""
-        if context.base or not self.selects:
-            return context.suffix_positions()
-        prefixes = context.own_prefixes()
-        if all(self.held_tokens(tokens) == tokens for tokens in prefixes):
-            return context.suffix_positions()
-        return context.suffixes_after(prefixes)
+        return context.suffix_positions() if self.budgets(context) is None else context.own_suffixes()
 
     def usable_hashes(self, shape: SegmentShape) -> int:
         """See `Method`. Tokens are selected within one KV cache group, so not in segments with merged layers."""

@@ -49,27 +49,12 @@ class Plan:
                     raise ValueError(f"layer {layer} computes positions that layer {layer - 1} does not")
             before = positions
 
-    def within_budget(self, budgets: Sequence[int], streamed: Sequence[bool]) -> BudgetPlan:
-        """Return this plan with a budget of restored tokens for each group of rows.
-
-        The cache is empty, and every layer of this plan computes exactly a suffix of each row.
-
-        Args:
-            budgets: Number of restored tokens that a layer holds, for each group of rows.
-            streamed: See `RowBudget`, for each group of rows.
-        """
-        of_groups = zip(self.groups, self.prefixes, budgets, streamed, strict=True)
-        rows = tuple(
-            RowBudget(group, tokens, self.num_positions - group.pad - tokens, budget, is_streamed)
-            for group, tokens, budget, is_streamed in of_groups
-        )
-        return BudgetPlan(self.base, self.num_positions, self.computed, self.groups, rows)
-
-    @cached_property
-    def prefixes(self) -> tuple[int, ...]:
-        """Number of tokens of each group's rows before the first one that they compute."""
-        firsts = (int(of_row(self.computed[0], group.rows[0])[0]) for group in self.groups)
-        return tuple(max(0, self.base + first - group.pad) for group, first in zip(self.groups, firsts, strict=True))
+    def streamed(self) -> BudgetPlan:
+        """Return this plan of one row, which computes a suffix, with all of the prefix streamed and none of it held."""
+        (group,) = self.groups
+        assert self.suffix is not None
+        budget = RowBudget(group, self.suffix - group.pad, self.num_positions - self.suffix, 0, True)
+        return BudgetPlan(self.base, self.num_positions, self.computed, self.groups, (budget,))
 
     def with_recompute_lengths(self, lengths: Sequence[int]) -> RecomputePlan:
         """Return this plan with a recomputed prefix per layer. Every layer of this plan computes exactly the suffix."""

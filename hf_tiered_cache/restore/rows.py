@@ -144,13 +144,14 @@ class PlanContext:
         """Return the plan of prefix reuse: every layer computes the suffix, and restores the tokens before it."""
         return (np.arange(self._first_computed(self.restorable), self.num_positions),) * self.layers
 
+    @cached_property
     def own_prefixes(self) -> list[int]:
-        """Return the number of tokens of each group's rows that a row restores alone. The cache is empty."""
+        """Number of tokens of each group's rows that a row restores alone. The cache is empty."""
         return [self._first_computed(group.pad + group.tokens, group.pad) - group.pad for group in self.groups]
 
-    def suffixes_after(self, prefixes: Sequence[int]) -> tuple[Positions, ...]:
-        """Return the plan in which every layer computes what follows `prefixes` tokens of each group's rows."""
-        firsts = [group.pad + tokens for group, tokens in zip(self.groups, prefixes, strict=True)]
+    def own_suffixes(self) -> tuple[Positions, ...]:
+        """Return the plan in which every layer computes what follows `own_prefixes` in each row."""
+        firsts = [group.pad + tokens for group, tokens in zip(self.groups, self.own_prefixes, strict=True)]
         last = self.num_positions - 1  # which a row of padding alone computes
         return (self.for_rows([np.arange(min(first, last), last + 1) for first in firsts]),) * self.layers
 
