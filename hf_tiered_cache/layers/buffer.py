@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,6 +16,17 @@ _LARGEST_GROWTH = 4096
 """Spare positions of a buffer: `_HEADROOM` always, and up to `_LARGEST_GROWTH` more when it doubles."""
 
 
+class Announced(NamedTuple):
+    """Positions that a pass is going to add, announced to masks, which are made before."""
+
+    restored: int = 0
+    """Positions before the computed ones, if those are a suffix."""
+    scattered: int = 0
+    """All positions of the pass, if they are no suffix or only partly held."""
+    skipped: int = 0
+    """Positions of the pass that are not going to be held: before every window, or not attended to."""
+
+
 class KVBuffer:
     """Buffers of keys and values, `[batch, heads, capacity, dim]`.
 
@@ -24,6 +35,7 @@ class KVBuffer:
     """
 
     def __init__(self) -> None:
+        self._announced = Announced()
         self._drop()
 
     def _drop(self) -> None:
@@ -88,6 +100,18 @@ class KVBuffer:
         """Number of positions that the buffers hold."""
         return self._stop - self._start
 
+    def get_seq_length(self) -> int:  # called several times per pass
+        """Return the number of positions of the sequence, restored ones that are announced included."""
+        return self._first + self._stop - self._start + self._announced.restored
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return the number of entries after the pass, and the position of the first one."""
+        restored, scattered, skipped = self._announced
+        held = self._stop - self._start
+        if skipped:
+            return scattered - skipped, self._first + held + skipped
+        return held + (scattered or restored + query_length), self._first
+
     def extend(
         self, like_keys: torch.Tensor, like_values: torch.Tensor, num_positions: int, first: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -100,6 +124,7 @@ class KVBuffer:
         Returns:
             Uninitialised views of the new positions, `[batch, heads, num_positions - first, dim]` each.
         """
+        self._announced = Announced()  # the layer holds them now
         if first:
             self._first = self.num_positions + first
             self._start = self._stop
@@ -120,6 +145,7 @@ class KVBuffer:
 
         This buffer must be empty. Returns views of these positions.
         """
+        self._announced = Announced()
         self.__dict__.update(_keys=keys, _values=values, _start=0, _stop=num_positions, _shared=False)
         return self._views()
 

@@ -21,7 +21,7 @@ from ..selection.decode import DecodeSelection, DecodeSelector
 from ..selection.prompt import SelectiveRestore
 from ..selection.streamed import StreamedPrefix
 from ..store.geometry import LayerKV
-from .buffer import KVBuffer, empty_buffer
+from .buffer import Announced, KVBuffer, empty_buffer
 
 LayerTensors = tuple[torch.Tensor, torch.Tensor]
 """Keys and values of a layer."""
@@ -102,24 +102,18 @@ class DenseSource(KVBuffer, CacheLayerMixin):
         """Begin a pass that restores, so that masks match what the layer is going to hold."""
         plan, self._pass = restoring.plan, restoring
         if plan.suffix is not None:
-            self._restored = plan.suffix
+            self._announced = Announced(restored=plan.suffix)
         else:
-            self._scattered = plan.num_positions
-            self._skipped = max(0, plan.first_position(self.window))
+            skipped = max(0, plan.first_position(self.window))
+            self._announced = Announced(scattered=plan.num_positions, skipped=skipped)
 
     def end_pass(self) -> None:
         """End the pass, successful or not. `rollback` undoes a failed pass."""
         self._pass = None
-        self._announced()
+        self._announced = Announced()
 
     def offload(self) -> None:
         """Offload older computed KV, if the layer reselects. Called before a pass, which has announced nothing yet."""
-
-    def _announced(self) -> None:
-        """Reset the sizes announced to masks: the layer holds these positions now, or the pass has ended."""
-        self._restored = 0  # positions before the computed ones, if those are a suffix
-        self._scattered = 0  # all positions of the pass, if they are no suffix or only partly held
-        self._skipped = 0  # positions of the pass that are not held: before every window, or not attended to
 
     def append(
         self, kind: LayerKV, pre_rope: PreRopeKV, keys: torch.Tensor, values: torch.Tensor
@@ -151,11 +145,10 @@ class DenseSource(KVBuffer, CacheLayerMixin):
         plan = restoring.plan
         first = max(0, plan.first_position(self.window)) if self.window else 0
         may_preview = isinstance(plan, PassagesPlan) and plan.choice.compare_layer == self.index
-        is_filled = may_preview and not self._scattered  # by the preview
+        is_filled = may_preview and not self._announced.scattered  # by the preview
         if is_filled:
             keys, values = (tensor[:, :, tensor.shape[2] - (plan.num_positions - first) :] for tensor in self._views())
         else:
-            self._announced()
             keys, values = self._fill(restoring, kind, pre_rope, key_states, value_states, first)
         if (suffix := plan.suffix) is not None:
             for target, computed in ((keys, key_states), (values, value_states)):
@@ -232,17 +225,8 @@ class DenseSource(KVBuffer, CacheLayerMixin):
         """Return the KV that the last `queries` positions see, as sized by `get_mask_sizes`; None if scattered."""
         return self._views()
 
-    def get_seq_length(self) -> int:  # called several times per pass
-        return self._first + self._stop - self._start + self._restored
-
     def get_max_length(self) -> int:
         return -1
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        if self._skipped:
-            return self._scattered - self._skipped, self._first + self._stop - self._start + self._skipped
-        held = self._stop - self._start
-        return held + (self._scattered or self._restored + query_length), self._first
 
     # --- cache operations of generate()
 
@@ -292,7 +276,7 @@ class SlidingSource(DenseSource):
         return self.window
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        if self._scattered:
+        if self._announced.scattered:
             return super().get_mask_sizes(query_length)
         past = min(self.get_seq_length(), self.window - 1)
         return past + query_length, self.get_seq_length() - past

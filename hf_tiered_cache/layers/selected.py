@@ -21,6 +21,7 @@ from ..selection.streamed import attention
 from ..selection.window import WindowDecodeSelector
 from ..store.geometry import LayerKV
 from ..store.memory import to_device
+from .buffer import Announced
 from .dense import DenseSource, Pass, RestoringPass
 
 logger = logging.getLogger("hf_tiered_cache")
@@ -75,8 +76,8 @@ class SelectedSource(DenseSource):
         plan = restoring.plan
         if not isinstance(plan, BudgetPlan):
             return super().begin_pass(restoring)
-        self._pass, self._restored, self._scattered = restoring, plan.suffix or 0, plan.num_positions
-        self._skipped = plan.restored_until if plan.streams_all else plan.num_skipped
+        skipped = plan.restored_until if plan.streams_all else plan.num_skipped
+        self._pass, self._announced = restoring, Announced(plan.suffix or 0, plan.num_positions, skipped)
         return None
 
     def attend(self, forward_pass: Pass, call: AttentionCall) -> Attended:
@@ -121,7 +122,6 @@ class SelectedSource(DenseSource):
         """
         most, skipped, budgets = plan.num_entries, plan.num_skipped, plan.row_budgets
         all_keys, all_values = self.extend(keys, values, plan.num_positions, skipped)
-        self._announced()
         for target, computed in ((all_keys, keys), (all_values, values)):
             target[:, :, most - keys.shape[2] :] = computed
         self._own = [most - budget.computed for budget in budgets]
