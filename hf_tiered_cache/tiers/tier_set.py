@@ -203,7 +203,8 @@ class TierSet:
         self._clock += 1
         for tier in self.tiers:
             tier.clock = self._clock
-        self._free_idle(self._pins.reap())
+        if unpinned := self._pins.reap():
+            self._free_idle(unpinned)
 
     def _reserve(
         self,
