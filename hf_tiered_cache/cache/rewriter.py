@@ -243,10 +243,9 @@ class SegmentRewriter:
             if num_cached := min(num_cached, count):
                 requests.append(BlockRequest(new, group.index, np.arange(num_cached)))
         for request in requests:
-            handle = self._residency.fetch([request], torch.device("cpu"), StatsCollector(), ahead=True)
             try:
-                with handle:
-                    handle.wait()
+                with self._residency.fetched(request, torch.device("cpu"), StatsCollector()):
+                    pass  # they are in memory now
             except Exception as error:
                 logger.debug("the blocks of segment %s could not be loaded into memory: %r", new.id, error)
 

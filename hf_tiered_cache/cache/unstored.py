@@ -161,8 +161,7 @@ def blocks_in_memory(residency: Residency, reader: SegmentReader, block_group: i
     on_host = residency.find(reader.owners[block_group], missing, cpu)["host"]
     if len(on_host):
         request = BlockRequest(reader, block_group, on_host)
-        with residency.fetch([request], cpu, StatsCollector(), ahead=True) as handle:
-            handle.wait()
+        with residency.fetched(request, cpu, StatsCollector()) as handle:
             for first, memory in handle.fetched[0].arrived.runs():
                 blocks[first : first + len(memory)] = memory
         missing = np.setdiff1d(missing, handle.fetched[0].chunks, assume_unique=True)

@@ -186,9 +186,8 @@ def warm(
                 device = torch.device("cpu")
             request = BlockRequest(unit.reader, unit.block_group.index, unit.chunks)
             try:
-                with storage.residency.fetch([request], device, collector, ahead=True) as handle:
-                    handle.wait()
-                    handle.confirm()
+                with storage.residency.fetched(request, device, collector):
+                    pass  # they are in memory now
             except Exception as error:  # an unreadable block counts as a miss of the next request
                 storage.disk.report(unit.reader.id, error)
             bar.update(unit.nbytes)

@@ -132,7 +132,7 @@ class Fetcher:
             try:
                 handle = self.residency.fetch(list(_requests(batch)), device, self.collector, ahead, _requests(later))
             except Exception as error:
-                raise restore_error(self.collector, batch[0][0].reader, error) from error
+                raise self._failure(batch[0][0].reader, error) from error
             self._users[handle] = len(batch)
             for (unit, _), blocks in zip(batch, handle.fetched, strict=True):
                 unit.handles.append(handle)
@@ -148,15 +148,23 @@ class Fetcher:
                 with nullcontext() if handle.has_arrived else self.collector.timing("stall_seconds"):
                     handle.wait()
             except Exception as error:
-                raise self._failure(handle, error) from error
+                raise self._failure(handle.failed or handle.fetched[0].request.reader, error) from error
             if not handle.is_confirmed:
                 self._unconfirmed[handle] = None
         for unit in units:
             self._ahead.pop(unit, None)
             unit.blocks = Blocks.join([part for fetched in unit.fetched for part in fetched.parts])
 
-    def _failure(self, handle: BlockHandle, error: Exception) -> RestoreError:
-        return restore_error(self.collector, handle.failed or handle.fetched[0].request.reader, error)
+    def _failure(self, reader: SegmentReader, error: Exception) -> RestoreError:
+        """Count a failed fetch and return it as a RestoreError.
+
+        Any cause is recoverable, such as lack of memory, a closed store or a bad disk: the request runs without the
+        block.
+        """
+        if not isinstance(error, EvictedError):
+            failure = "verification_failures" if isinstance(error, IntegrityError) else "read_errors"
+            self.collector.add(**{failure: 1})
+        return RestoreError(reader.id, str(error))
 
     def confirm(self) -> None:
         """Wait until all blocks waited for so far are verified. Raises RestoreError if one is damaged.
@@ -166,9 +174,9 @@ class Fetcher:
         while self._unconfirmed:
             handle, _ = self._unconfirmed.popitem()
             try:
-                handle.confirm()
+                self.residency.confirm(handle)
             except Exception as error:
-                raise self._failure(handle, error) from error
+                raise self._failure(handle.failed or handle.fetched[0].request.reader, error) from error
 
     def finish(self, units: Iterable[FetchUnit]) -> None:
         """Record the I/O of `units` and what it was used for, and release their blocks."""
@@ -198,26 +206,15 @@ class Fetcher:
         self._users[handle] -= 1
         if not self._users[handle]:
             del self._users[handle]
-            handle.release()
+            self.residency.release(handle)
 
     def cancel(self) -> None:
         """Release all block handles, wherever the pass has stopped."""
         self.collector.forget_reads()
         while self._users:
             handle, _ = self._users.popitem()
-            handle.release()
+            self.residency.release(handle)
 
 
 def _requests(chunks_by_unit: Iterable[tuple[FetchUnit, np.ndarray]]) -> Iterator[BlockRequest]:
     return (BlockRequest(unit.reader, unit.block_group.index, chunks) for unit, chunks in chunks_by_unit)
-
-
-def restore_error(collector: StatsCollector, reader: SegmentReader, error: Exception) -> RestoreError:
-    """Count a failed fetch and return it as a RestoreError.
-
-    Any cause is recoverable, such as lack of memory, a closed store or a bad disk: the request runs without the block.
-    """
-    if not isinstance(error, EvictedError):
-        failure = "verification_failures" if isinstance(error, IntegrityError) else "read_errors"
-        collector.add(**{failure: 1})
-    return RestoreError(reader.id, str(error))

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..errors import IntegrityError
 from ..store.container import lin64
 from ..store.lazy import torch
 from ..store.memory import to_device
@@ -91,7 +90,7 @@ class Pin:
     stream: CopyStream | None
     """Side stream of the device, or None if the host tier is the device tier."""
     handle: weakref.ref[BlockHandle] | None = None
-    """Block handle that owns the pin, or None. The pin ends when the handle is deleted, even without `release`."""
+    """Block handle that owns the pin, or None. The pin ends when the handle is deleted, even without a release."""
     slots: list[tuple[Tier, SlotPool, np.ndarray]] = field(default_factory=list)
     copied: Event = field(default_factory=DoneEvent)
     """Event after the copies to and from the slots."""
@@ -211,16 +210,12 @@ class FetchedBlocks:
 
 
 class BlockHandle:
-    """Block handle: a batch of blocks that is fetched to a device, and the pin on their slots until `release`.
+    """Block handle: a batch of blocks that is fetched to a device, and the pin on their slots.
 
-    As a context manager, it is released at the end. `confirm` waits until the blocks of a pin are verified, and
-    `retire` releases the pin of a handle.
+    The pin lasts until `Residency.release`. `Residency.confirm` waits until the blocks are verified.
     """
 
-    def __init__(
-        self, requests: Sequence[BlockRequest], confirm: Callable[[Pin], None], retire: Callable[[BlockHandle], None]
-    ) -> None:
-        self._confirm, self._retire = confirm, retire
+    def __init__(self, requests: Sequence[BlockRequest]) -> None:
         self.pin = Pin(None, weakref.ref(self))
         self.fetched = [FetchedBlocks(request, request.chunks) for request in requests]
         self.event = OneShotEvent()
@@ -237,7 +232,7 @@ class BlockHandle:
         return self.event.is_set
 
     def wait(self) -> None:
-        """Wait until the blocks have arrived. Some may not be verified yet: see `confirm`.
+        """Wait until the blocks have arrived. Some may not be verified yet: see `Residency.confirm`.
 
         Raises IntegrityError if one is damaged, OSError if a read failed, or any other error of the fetch, as of CUDA.
         """
@@ -248,27 +243,5 @@ class BlockHandle:
 
     @property
     def is_confirmed(self) -> bool:
-        """True if `confirm` neither waits nor raises. Valid after `wait`."""
+        """True if `Residency.confirm` neither waits nor raises. Valid after `wait`."""
         return self.pin.check is None or self.pin.check.is_confirmed
-
-    def confirm(self) -> None:
-        """Wait until the device has verified its blocks, also after `release`. Raises IntegrityError if damaged."""
-        if self.is_confirmed:
-            return
-        try:
-            self._confirm(self.pin)
-        except IntegrityError as error:
-            self.failed = next(
-                fetched.request.reader for fetched in self.fetched if fetched.request.reader.caused(error)
-            )
-            raise
-
-    def release(self) -> None:
-        """Release the slots. Call this after the last use of the blocks, and also if the fetch failed."""
-        self._retire(self)
-
-    def __enter__(self) -> BlockHandle:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.release()

@@ -11,18 +11,19 @@ from __future__ import annotations
 import itertools
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
 
-from ..errors import StoreClosedError
+from ..errors import IntegrityError, StoreClosedError
 from ..store.lazy import torch
 from ..store.segment import read_batch
 from .collector import StatsCollector
 from .device import DeviceMemory, DoneEvent
-from .handles import BlockHandle, BlockRequest, FetchedBlocks, LateCheck, Pin
+from .handles import BlockHandle, BlockRequest, FetchedBlocks, LateCheck
 from .pool import Tier
 from .scores import Owner
 from .slabs import RESERVED, Blocks, SlotPool
@@ -50,7 +51,7 @@ class Residency(TierSet):
         """
         if os.getpid() != self._pid:  # it has neither the threads, nor locks that other threads held
             raise StoreClosedError("the store was opened before this process was forked; open it again")
-        handle = BlockHandle(requests, self.confirm, self.retire)
+        handle = BlockHandle(requests)
         try:
             with self._lock, self._guard:
                 self._pin_requested(handle, device, collector, ahead, later)
@@ -67,9 +68,20 @@ class Residency(TierSet):
                 self._read_worker.do(read)
         except BaseException:  # including Ctrl-C: the caller gets no handle to release
             handle.pin.release_event = DoneEvent()
-            self.retire(handle)
+            self.release(handle)
             raise
         return handle
+
+    @contextmanager
+    def fetched(self, request: BlockRequest, device: torch.device, collector: StatsCollector) -> Iterator[BlockHandle]:
+        """Fetch blocks within the budgets, and hold them while the context lasts. Errors are those of a handle."""
+        handle = self.fetch([request], device, collector, ahead=True)
+        try:
+            handle.wait()
+            self.confirm(handle)
+            yield handle
+        finally:
+            self.release(handle)
 
     def _pin_requested(
         self,
@@ -180,7 +192,7 @@ class Residency(TierSet):
             handle.failed = next((reader for reader in readers if reader.caused(error)), None)
         handle.event.set(error)
         if handle.pin.release_event is not None:  # released in the meantime
-            self.retire(handle)
+            self.release(handle)
 
     def admit(self, owner: Owner, blocks: torch.Tensor) -> None:
         """Insert computed blocks, uint8 `[chunks, block_bytes]` on the CPU, into the host tier if they fit."""
@@ -191,7 +203,7 @@ class Residency(TierSet):
         with self._lock, self._guard:
             slabs = self._missing_slabs({(self.host, block_bytes): count})
         self._make_slabs(slabs)
-        handle = BlockHandle((), self.confirm, self.retire)  # internal handle that pins the slots while they are filled
+        handle = BlockHandle(())  # internal handle that pins the slots while they are filled
         try:
             with self._lock, self._guard:
                 self._tick()
@@ -205,7 +217,7 @@ class Residency(TierSet):
                     new_slots = slots[pool.owner[slots] == RESERVED]
                     tier.insert(pool, new_slots, owner, pool.chunk[new_slots], count)
         finally:  # slots that were not filled become free again
-            self.retire(handle)
+            self.release(handle)
 
     # --- steps of a fetch, under the lock
 
@@ -307,13 +319,6 @@ class Residency(TierSet):
         if len(slots) and not fetched.request.reader.gone:
             tier.insert(pool, slots, fetched.owner, pool.chunk[slots], fetched.num_chunks)
 
-    def confirm(self, pin: Pin) -> None:
-        """Wait until direct reads are verified, and insert their blocks. Raises IntegrityError if one is damaged."""
-        if pin.check is not None:
-            pin.check.confirm()
-            with self._lock, self._guard:
-                pin.keep_checked()
-
     # --- between host and device
 
     def _move_up(self, handle: BlockHandle, gpu: DeviceMemory) -> None:
@@ -353,8 +358,28 @@ class Residency(TierSet):
 
     # --- release and repair
 
-    def retire(self, handle: BlockHandle) -> None:
-        """Release a block handle. Its slots are unpinned after the device work that is queued so far."""
+    def confirm(self, handle: BlockHandle) -> None:
+        """Wait until direct reads are verified, also after the release, and insert their blocks.
+
+        Raises IntegrityError if one is damaged.
+        """
+        pin = handle.pin
+        if pin.check is None or pin.check.is_confirmed:
+            return
+        try:
+            pin.check.confirm()
+        except IntegrityError as error:
+            readers = (fetched.request.reader for fetched in handle.fetched)
+            handle.failed = next(reader for reader in readers if reader.caused(error))
+            raise
+        with self._lock, self._guard:
+            pin.keep_checked()
+
+    def release(self, handle: BlockHandle) -> None:
+        """Release a block handle, also of a failed fetch, after the last use of its blocks.
+
+        Its slots are unpinned after the device work that is queued so far.
+        """
         with self._lock, self._guard:
             if handle.pin.release_event is None:
                 release_event = handle.pin.end()

@@ -247,14 +247,14 @@ def test_blocks_are_found_by_others_when_they_are_known_to_be_whole(open_segment
     assert len(residency.find(reader.owners[0], chunks, CPU)["device"]) == 0
     second, stats = fetch(residency, reader)
     assert stats.device.hits == 0
-    first.release()
-    first.confirm()  # also when it was let go
+    residency.release(first)
+    residency.confirm(first)  # also when it was let go
     assert len(residency.find(reader.owners[0], chunks, CPU)["device"]) == CHUNKS
     third, stats = fetch(residency, reader)
     assert (stats.device.hits, stats.bytes_read) == (CHUNKS, 0)
     for lease in (second, third):
-        lease.release()
-    fetch(residency, reader, 1)[0].release()
+        residency.release(lease)
+    residency.release(fetch(residency, reader, 1)[0])
     _, tier, _ = residency.tiers
     assert tier.allocated <= tier.budget
 
@@ -267,7 +267,7 @@ def test_slots_are_never_free_before_their_blocks_are_kept_or_not(open_segment):
     check, stream = lease.pin.check, residency._gpu(CPU).stream
     check.is_done = lambda: False
     stream.done = stream.recorded
-    lease.release()
+    residency.release(lease)
     assert lease.pin.on_verified == []
     assert not residency._pins
     assert len(residency.find(reader.owners[0], np.arange(CHUNKS), CPU)["device"]) == CHUNKS
@@ -284,11 +284,11 @@ def test_a_damaged_block_gets_into_no_tier_and_its_slots_are_free_again(open_seg
         data.write(bytes([byte[0] ^ 1]))
     lease, _ = fetch(residency, reader)
     with pytest.raises(IntegrityError, match="KV cache group 0, chunk 4") as caught:
-        lease.confirm()
+        residency.confirm(lease)
     assert (lease.failed, caught.value.valid_hashes) == (reader, 4)
     assert not lease.is_confirmed
-    lease.release()
-    fetch(residency, reader, 1)[0].release()
+    residency.release(lease)
+    residency.release(fetch(residency, reader, 1)[0])
     assert len(residency.find(reader.owners[0], np.arange(CHUNKS), CPU)["device"]) == 0
     _, tier, _ = residency.tiers
     assert not any((pool.owner[pool.pins == 0] == RESERVED).any() for pool in tier.pools())
@@ -300,6 +300,6 @@ def test_blocks_of_a_segment_that_is_removed_meanwhile_are_not_kept(open_segment
     reader = disk.reader(name)
     lease, _ = fetch(residency, reader)
     disk.remove([name])
-    lease.release()
-    lease.confirm()
+    residency.release(lease)
+    residency.confirm(lease)
     assert residency.segments() == set()

@@ -62,9 +62,6 @@ class Lease:
         if self.fails:
             raise self.fails
 
-    def release(self):
-        self.released += 1
-
 
 class Residency:
     """Residency that records fetches. One KV cache group fails: when it is waited for, or at once."""
@@ -79,6 +76,9 @@ class Residency:
         self.fetched.extend((reader.id, block_group, chunks.tolist()) for reader, block_group, chunks in requests)
         self.leases.append(Lease(requests, self.error if fails else None))
         return self.leases[-1]
+
+    def release(self, lease):
+        lease.released += 1
 
 
 def plan(segments=(320,), suffix=10, windows=(0,) * LAYERS, geometry=None):
@@ -258,7 +258,7 @@ def test_a_prefix_does_not_evict_its_own_blocks_before_their_turn(tmp_path, meth
         requests = [BlockRequest(reader, group.index, np.arange(shape.chunks_in(group))) for group in last_groups]
         handle = storage.residency.fetch(requests, CPU, StatsCollector())
         handle.wait()
-        handle.release()
+        storage.residency.release(handle)
         cache = TieredCache(model, store, method=method, record=False)
         model(ids, past_key_values=cache, logits_to_keep=1)
     is_recomputed = method.recompute == 0.1

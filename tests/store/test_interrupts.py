@@ -104,7 +104,7 @@ def check_whole(residency, readers, blocks):
             lease = residency.fetch([BlockRequest(reader, block_group, np.arange(CHUNKS))], CPU, StatsCollector())
             lease.wait()
             assert torch.equal(torch.cat([run for _, run in runs_of(lease)]), blocks[reader.id, block_group])
-            lease.release()
+            residency.release(lease)
     del lease
     deadline = time.monotonic() + 10
     while residency._pins and time.monotonic() < deadline:  # a read that was given up may be under way
@@ -131,7 +131,7 @@ def test_an_interrupt_at_any_step_leaves_nothing_held(stored, when, host, device
     def serve(reader, block_group):
         lease = residency.fetch([BlockRequest(reader, block_group, np.arange(CHUNKS))], CPU, StatsCollector())
         lease.wait()
-        lease.release()
+        residency.release(lease)
 
     def action():
         serve(first, 0)
@@ -165,7 +165,7 @@ def test_real_signals_leave_nothing_held(stored):
                 for reader in readers:
                     lease = residency.fetch([BlockRequest(reader, 0, np.arange(CHUNKS))], CPU, StatsCollector())
                     lease.wait()
-                    lease.release()
+                    residency.release(lease)
                 signal.setitimer(signal.ITIMER_REAL, 0)
             except Interrupt:
                 hits += 1
@@ -272,7 +272,7 @@ def test_memory_may_be_cleared_while_the_device_is_not_done_with_it(stored, monk
     for _ in range(3):
         lease = residency.fetch([BlockRequest(readers[0], 0, np.arange(CHUNKS))], CPU, StatsCollector())
         lease.wait()
-        lease.release()
+        residency.release(lease)
     second_lease = residency.fetch([BlockRequest(readers[1], 0, np.arange(CHUNKS))], CPU, StatsCollector())
     second_lease.wait()
     residency.clear()
@@ -280,7 +280,7 @@ def test_memory_may_be_cleared_while_the_device_is_not_done_with_it(stored, monk
     assert all(tier.allocated <= tier.budget for tier in residency.tiers)
     assert residency.segments() == set()
     pending.done = True
-    second_lease.release()
+    residency.release(second_lease)
     check_whole(residency, readers, blocks)
 
 

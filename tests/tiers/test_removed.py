@@ -143,7 +143,7 @@ def test_the_loser_of_a_race_serves_what_is_on_the_disk(tmp_path):
     lease = residency.fetch([BlockRequest(reader, 0, np.arange(6))], CPU, StatsCollector())
     lease.wait()
     assert torch.equal(torch.cat([blocks for _, blocks in runs_of(lease)]), block_groups[0])
-    lease.release()
+    residency.release(lease)
     assert (residency.host.lookup((header.id, 0, 123), np.arange(6)) < 0).all()
 
 
@@ -160,7 +160,7 @@ def test_a_request_under_way_reads_on_and_leaves_nothing(tmp_path):
     after.wait()
     for block_group, lease in enumerate((before, after)):
         assert torch.equal(torch.cat([blocks for _, blocks in runs_of(lease)]), block_groups[block_group])
-        lease.release()
+        residency.release(lease)
     assert residency.segments() == set()
     (pool,) = residency.host.pools()
     assert (pool.owner < 0).all()

@@ -56,7 +56,7 @@ def fetch(residency, reader, block_group, chunks, collector=None, release=True):
     lease.wait()
     blocks_by_chunk = {first + i: block.clone() for first, run in runs_of(lease) for i, block in enumerate(run)}
     if release:
-        lease.release()
+        residency.release(lease)
     return blocks_by_chunk if release else (blocks_by_chunk, lease)
 
 
@@ -67,7 +67,7 @@ def fetch_fails(residency, reader, error):
         try:
             lease.wait()
         finally:
-            lease.release()
+            residency.release(lease)
 
 
 def nothing_is_pinned(residency):
@@ -144,7 +144,7 @@ def test_what_is_fetched_ahead_lies_within_the_budgets(stored, fetches, host, de
         assert not on_device or not slabs_of(residency.host) & {
             run.untyped_storage().data_ptr() for run in blocks_by_chunk.values()
         }
-        lease.release()
+        residency.release(lease)
         check(
             fetch(residency, readers[index], block_group, chunks), blocks, readers[index], block_group, chunks
         )  # now they are needed
@@ -180,7 +180,7 @@ def test_what_is_fetched_ahead_reaches_a_device_that_keeps_nothing_and_stays_on_
         check(blocks_by_chunk, blocks, reader, 0, range(CHUNKS))
         assert {block.untyped_storage().data_ptr() for block in blocks_by_chunk.values()} <= slabs_of(gpu.staging)
         assert 0 < residency.device_bytes[0] <= residency.device_bytes[1] == 1 << 20
-        lease.release()
+        residency.release(lease)
         assert collector.stats.host.hits == turn * CHUNKS
     assert set(read_into) <= slabs_of(gpu.staging if direct else residency.host)
     assert {slab.untyped_storage().data_ptr() for slab in registered} == slabs_of(gpu.staging)
@@ -199,8 +199,8 @@ def test_what_finds_no_room_on_the_device_is_left_until_it_is_needed(stored):
     blocks_by_chunk, own_lease = fetch(residency, reader, 0, range(4, CHUNKS), release=False)  # in memory of its own
     check(blocks_by_chunk, blocks, reader, 0, range(4, CHUNKS))
     assert own_lease.owns_memory
-    lease.release()
-    own_lease.release()
+    residency.release(lease)
+    residency.release(own_lease)
     assert nothing_is_pinned(residency)
 
 
@@ -270,7 +270,7 @@ def test_what_there_is_room_for_comes_ahead_whole(stored):
         lease.wait()
         assert lease.fetched[0].chunks.tolist() == list(range(CHUNKS))
         assert collector.stats.host.hits == expected
-        lease.release()
+        residency.release(lease)
 
 
 def test_a_second_fetch_reads_nothing(stored):
@@ -295,7 +295,7 @@ def test_only_what_is_missing_is_read(stored):
         collector.stats.bytes_read == CHUNKS * reader.shape.block_groups[0].block_bytes
     )  # small gaps are read through, and counted
     assert len(blocks_by_chunk) == CHUNKS
-    lease.release()
+    residency.release(lease)
 
 
 def test_a_block_moves_up_to_the_device_and_down_when_it_is_evicted(stored):
@@ -343,7 +343,7 @@ def test_a_batch_is_one_submission_and_brings_each_its_own(stored, monkeypatch):
     for (reader, block_group, chunks), leased in zip(batch, lease.fetched, strict=True):
         blocks_by_chunk = {first + i: block for first, run in leased.arrived.runs() for i, block in enumerate(run)}
         check(blocks_by_chunk, blocks, reader, block_group, chunks)
-    lease.release()
+    residency.release(lease)
     assert len(submitted) == 1
     assert [leased.from_disk.tolist() for leased in lease.fetched] == [[0, 1, 7], [2, 4], [9]]
     assert (collector.stats.host.hits, collector.stats.disk.blocks) == (1, 6)
@@ -358,7 +358,7 @@ def test_what_one_request_of_a_batch_needs_is_not_evicted_for_another(stored):
     chunks = np.arange(CHUNKS)
     lease = residency.fetch([BlockRequest(a, 0, chunks), BlockRequest(b, 0, chunks)], CPU, collector)
     lease.wait()
-    lease.release()
+    residency.release(lease)
     assert (collector.stats.host.hits, collector.stats.disk.blocks) == (CHUNKS, CHUNKS)
 
 
@@ -374,7 +374,7 @@ def test_of_a_batch_the_segment_at_fault_is_named(stored, bad):
     with pytest.raises(IntegrityError):
         lease.wait()
     assert lease.failed is readers[bad]
-    lease.release()
+    residency.release(lease)
     assert nothing_is_pinned(residency)
     other_reader = readers[1 - bad]
     check(fetch(residency, other_reader, 0, range(CHUNKS)), blocks, other_reader, 0, range(CHUNKS))
@@ -391,7 +391,7 @@ def test_blocks_in_use_are_not_evicted(stored):
         for i, block in enumerate(run):
             assert torch.equal(block, blocks[a.id, 0][first + i])
     assert tiers_of(residency, a, 0) == [{"host"}] * CHUNKS
-    lease.release()
+    residency.release(lease)
 
 
 def test_a_damaged_block_fails_the_lease_and_frees_its_slots(stored):
@@ -407,7 +407,7 @@ def test_a_damaged_block_fails_the_lease_and_frees_its_slots(stored):
     with pytest.raises(IntegrityError) as caught:
         lease.wait()
     assert caught.value.valid_hashes == 4
-    lease.release()
+    residency.release(lease)
     assert (collector.stats.disk.hits, collector.stats.disk.misses) == (0, CHUNKS)
     assert tiers_of(residency, reader, 0) == [set()] * CHUNKS
     assert all((pool.owner < 0).all() and not pool.pins.any() for pool in residency.host._pools.values())
@@ -490,7 +490,7 @@ def test_blocks_that_find_no_slot_are_not_admitted(stored):
     _, lease = fetch(residency, a, 0, range(CHUNKS), release=False)  # all of the tier
     residency.admit(b.owners[0], blocks[b.id, 0])
     assert residency.host.segments() == {a.id}
-    lease.release()
+    residency.release(lease)
 
 
 @pytest.mark.parametrize("first_in", ["fetch", "admit"])
@@ -519,12 +519,11 @@ def test_blocks_come_and_go_in_and_out_of_inference_mode(stored, first_in):
 @pytest.mark.parametrize("device_types", [frozenset(), frozenset({"cpu"})])
 def test_a_released_lease_keeps_no_memory_alive(stored, device_types):
     _, (reader, _), _ = stored
-    lease = Residency(0, device_types=device_types).fetch(
-        [BlockRequest(reader, 0, np.arange(CHUNKS))], CPU, StatsCollector()
-    )
+    residency = Residency(0, device_types=device_types)
+    lease = residency.fetch([BlockRequest(reader, 0, np.arange(CHUNKS))], CPU, StatsCollector())
     lease.wait()
     assert runs_of(lease)
-    lease.release()
+    residency.release(lease)
     assert lease.fetched[0].parts == ()
 
 
@@ -536,14 +535,14 @@ def test_memory_of_a_lease_comes_in_pieces_no_larger_than_a_slab(stored, monkeyp
     blocks_by_chunk, lease = fetch(residency, reader, 0, [0, 1, 2, 3, 4, 5, 8, 9], release=False)
     check(blocks_by_chunk, blocks, reader, 0, [0, 1, 2, 3, 4, 5, 8, 9])
     assert [(first, len(run)) for first, run in runs_of(lease)] == [(0, 4), (4, 2), (8, 2)]
-    lease.release()
+    residency.release(lease)
 
 
 def test_a_lease_released_before_it_arrives_lets_go_when_it_does(stored):
     _, (reader, _), blocks = stored
     residency = Residency(1 << 20)
     for _ in range(20):
-        residency.fetch([BlockRequest(reader, 0, np.arange(CHUNKS))], CPU, StatsCollector()).release()
+        residency.release(residency.fetch([BlockRequest(reader, 0, np.arange(CHUNKS))], CPU, StatsCollector()))
     check(fetch(residency, reader, 0, range(CHUNKS)), blocks, reader, 0, range(CHUNKS))
     deadline = time.monotonic() + 10
     while any(pool.pins.any() for pool in residency.host._pools.values()):
@@ -644,7 +643,7 @@ def test_memory_of_a_lease_is_free_at_once_and_written_to_after_it_was_read(stor
     residency = Residency(1 << 20, device_types=frozenset({"cpu"}), staging_budget=0)
     _, lease = fetch(residency, reader, 0, range(CHUNKS), release=False)
     assert [(first, len(run)) for first, run in runs_of(lease)] == [(0, CHUNKS)]
-    lease.release()
+    residency.release(lease)
     assert lease.fetched[0].parts == ()
     assert stream.log == ["copied", stream.pending]
 
@@ -776,7 +775,7 @@ def test_any_budgets_give_the_right_blocks_by_scores_too(stored, fetches, host, 
         lease.wait()
         blocks_by_chunk = {first + i: block.clone() for first, run in runs_of(lease) for i, block in enumerate(run)}
         check(blocks_by_chunk, blocks, reader, block_group, lease.fetched[0].chunks.tolist())
-        lease.release()
+        residency.release(lease)
         assert all(tier.allocated <= tier.budget for tier in residency.tiers)
         for reader in readers:
             for group in (0, 1):

@@ -196,8 +196,8 @@ class Run:
                 actor = HOST if lease.pin.stream is None else COMPUTATION
                 self.world.act(actor, blocks, [], "attention")
             if self.random.random() < 0.7:
-                lease.confirm()
-        lease.release()
+                self.residency.confirm(lease)
+        self.residency.release(lease)
 
 
 def races(monkeypatch, direct: bool, seeds: Iterable[int] = SEEDS, later_access: str | None = None) -> set[Race]:
