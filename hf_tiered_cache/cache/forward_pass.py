@@ -132,10 +132,9 @@ class ForwardPass(Scope):
         return self._masks[key]
 
     def decode_selection(self, decode_selector: DecodeSelector) -> DecodeSelection:
-        """Return the decode selection of this pass, for sources that reselect while decoding."""
         if self._decode_selection is None:
-            self._decode_selection = decode_selector.begin(self.collector)
-            self._stack.callback(self._decode_selection.cancel)
+            self._decode_selection = DecodeSelection(decode_selector, self.collector)
+            self._stack.callback(self._decode_selection.fetcher.cancel)
         return self._decode_selection
 
 

@@ -123,11 +123,6 @@ class DecodeSelector(ABC):
     ) -> dict[int, Choice]:
         """Select for the queries of a period's first layer, for some rows. See `DecodeSelection.reselect`."""
 
-    def begin(self, collector: StatsCollector) -> DecodeSelection:
-        """Begin the decode selections of a pass."""
-        self.micro_batches.begin()
-        return DecodeSelection(self, collector)
-
 
 @dataclass(frozen=True, eq=False)
 class TokenDecodeSelector(DecodeSelector):
@@ -200,13 +195,11 @@ class DecodeSelection:
 
     def __init__(self, decode_selector: DecodeSelector, collector: StatsCollector) -> None:
         self._decode_selector, self._collector = decode_selector, collector
-        self._fetcher = Fetcher(decode_selector.residency, collector, decode_selector.device_of)
+        self.fetcher = Fetcher(decode_selector.residency, collector, decode_selector.device_of)
+        """Fetcher of the pass. Its `cancel` releases all block handles, wherever the pass has stopped."""
+        decode_selector.micro_batches.begin()
         self._number = -1  # of the current period
         self._choices: dict[int, Choice] = {}  # of the current period, by row
-
-    def cancel(self) -> None:
-        """Release all block handles, wherever the pass has stopped."""
-        self._fetcher.cancel()
 
     def reselect(
         self,
@@ -237,7 +230,7 @@ class DecodeSelection:
         period = decode_selector.periods[number]
         selects = layer == period[0]
         if selects:
-            self._number, self._choices, self._table = number, {}, UnitTable(self._fetcher, period)
+            self._number, self._choices, self._table = number, {}, UnitTable(self.fetcher, period)
         elif number != self._number:  # the first layer keeps its selection since it could not be read
             return
         states = {row: state for row, state in enumerate(rows) if state is not None}
@@ -250,10 +243,10 @@ class DecodeSelection:
                     self._choices |= decode_selector.select(layer, batch, query, keys, scaling)
             planned = [self._plan(row, state, period if selects else (layer,)) for row, state in batch.items()]
             if requests := [request for update in planned for request in update.requests]:
-                self._fetcher.fetch(requests)
+                self.fetcher.fetch(requests)
             updates += planned
         if units := self._table.wait(layer):
-            self._fetcher.confirm()  # writes in place cannot be undone
+            self.fetcher.confirm()  # writes in place cannot be undone
         for update in updates:
             if len(update.moves.fetched.heads) or len(update.moves.brought.heads):
                 self._move(update, layer, keys[update.row], values[update.row], rotate_)

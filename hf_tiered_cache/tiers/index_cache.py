@@ -91,20 +91,18 @@ class IndexCache:
                 if (key, device) in self._keys:
                     self._keys[new_key, device] = self._keys.pop((key, device))
 
-    def forget(self, segments: Collection[str]) -> None:
-        """Forget deleted segments."""
+    def forget(self, segments: Collection[str] | None = None) -> None:
+        """Remove the indexes of deleted segments, or all. Those in use are still counted."""
         with self._lock:
-            self._forget(segments)
+            for name in self._names(segments):
+                if (index := self._in_use.pop(name, None)) is not None:  # else its last user has just ended
+                    self._in_use[object()] = index
+                self._drop(name)
 
     def segments(self) -> set[str]:
         """Return the ids of segments with an index in the cache."""
         with self._lock:
             return {owner[0] for key, _ in self._keys for owner, *_ in key}
-
-    def clear(self) -> None:
-        """Remove all indexes. Those in use are still counted."""
-        with self._lock:
-            self._forget(None)
 
     # --- under the lock
 
@@ -127,9 +125,3 @@ class IndexCache:
         """Return the names of all indexes that cover a part of these segments; None for all segments."""
         names = [name for name in self._in_use if isinstance(name, tuple)]
         return [name for name in names if segments is None or any(owner[0] in segments for owner, *_ in name[0])]
-
-    def _forget(self, segments: Collection[str] | None) -> None:
-        for name in self._names(segments):
-            if (index := self._in_use.pop(name, None)) is not None:  # else its last user has just ended
-                self._in_use[object()] = index
-            self._drop(name)

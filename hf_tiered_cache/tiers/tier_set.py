@@ -134,7 +134,7 @@ class TierSet:
             self._free_idle(self._pins.reap())
             for tier in self.tiers:
                 tier.clear()
-        self.index_cache.clear()
+        self.index_cache.forget()
 
     # --- slabs, allocated outside the lock that all requests share, since page-locking takes milliseconds
 
