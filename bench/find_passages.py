@@ -73,7 +73,7 @@ class Bench:
         fingerprint = Fingerprinter(self.model)()
         hasher = storage.passage_hasher(fingerprint, method.passages, sink_token(config), regime)
         tokens, hashes = ids.numpy(), hasher.scan(ids.numpy())
-        matches = find_passages(tokens, hasher, storage.find_parts)
+        matches = find_passages(tokens, hasher, storage.passage_index.seeds)
 
         def match() -> float:
             cache = StoredCache.over(self.model, storage, method, CacheOptions(record=False))
@@ -86,8 +86,8 @@ class Bench:
 
         steps: dict[str, Callable[[], object]] = {
             "scan": lambda: hasher.scan(tokens),
-            "index": lambda: storage.find_parts(hashes),
-            "found": lambda: find_passages(tokens, hasher, storage.find_parts),
+            "index": lambda: storage.passage_index.seeds(hashes),
+            "found": lambda: find_passages(tokens, hasher, storage.passage_index.seeds),
             "matched": match,
             "before": before,
         }

@@ -199,7 +199,7 @@ class SequenceState:
         assert isinstance(method, Passages)
         for hasher in self._hashers:
             pieces = []
-            for match in find_passages(tokens, hasher, store.find_parts, start, self.segments):
+            for match in find_passages(tokens, hasher, store.passage_index.seeds, start, self.segments):
                 exact = hasher is self._hashers[0] and match.is_exact(tokens, hasher)
                 reader = store.found_passage(match.row)
                 count = 0 if reader is None else min(match.num_hashes, reader.shape.whole_hashes - match.first)
@@ -254,7 +254,7 @@ class SequenceState:
         for provenance in filter(is_passage, provenances):
             sink, codec = method.sink_token(self.attachment.config), codec_in(provenance)
             hasher = self.store.passage_hasher(fingerprint, provenance, sink, self.regime)
-            if provenance != method.passages and find_passages(tokens, hasher, self.store.find_parts):
+            if provenance != method.passages and find_passages(tokens, hasher, self.store.passage_index.seeds):
                 return reasons.OTHER_LEAD if codec == codec_in(method.passages) else reasons.other_codec(codec)
         return ""
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..errors import ConfigError, StoreClosedError, StoreError
-from ..passages.finder import PassageIndex, Seeds
+from ..passages.finder import PassageIndex
 from ..passages.ranking import KeptRankings
 from ..reasons import EXPECTED
 from ..remote.tier import RemoteTier, Seconds
@@ -102,7 +102,7 @@ class Storage:
                 raise ConfigError(f"{self.place} is encrypted with another key: {named}")
             self.rankings = KeptRankings(disk)
             self.rewriter = SegmentRewriter(disk, residency, self.rankings, self.conversations)
-            self.passage_index = PassageIndex(disk.index)
+            self.passage_index = PassageIndex(disk)
             if remote is not None:
                 self.remote = RemoteTier(remote, disk, remote_write, residency.admit)
             close = partial(_close, self.rewriter, disk, residency, self.conversations, self.remote)
@@ -195,16 +195,6 @@ class Storage:
             ]
         self._used = (self._used or []) + [run.row.id for run, _ in matched]
         return matched
-
-    def find_parts(self, scan_hashes: np.ndarray) -> Seeds:
-        """Return the parts of stored passages that may match a prompt's scan hashes, uint32 `[n]`."""
-        self.check_open()
-        seeds = self.passage_index.seeds(scan_hashes)
-        hidden = np.array([self.disk.is_hidden(row.id) for row in seeds.rows], bool)
-        if not hidden.any():
-            return seeds
-        seen = ~hidden[seeds.passage]
-        return Seeds(seeds.at[seen], seeds.passage[seen], seeds.part[seen], seeds.rows)
 
     def found_passage(self, row: SegmentRow) -> SegmentReader | None:
         """Open the segment of a passage that is going to be restored; return None if it cannot be used."""

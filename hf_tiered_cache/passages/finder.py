@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import NamedTuple
 
@@ -16,9 +16,9 @@ import numpy as np
 from ..restore.hashes import PassageHasher
 from ..store import HASH_BYTES
 from ..store.catalogue import SegmentRow
+from ..store.disk import SegmentStore
 from ..store.format import has_lead_text
 from ..store.geometry import HASH_TOKENS
-from ..store.index import Index
 
 _MOST_PLACES = 32
 """Maximum number of occurrences examined per hash: many passages may share a heading and differ elsewhere."""
@@ -61,34 +61,40 @@ class _Run:
 
 
 class PassageIndex:
-    """Scan hashes of all passages in a catalogue. Changes by other processes are seen at the next lookup."""
+    """Scan hashes of all passages in a store. Changes by other processes are seen at the next lookup."""
 
-    def __init__(self, catalogue: Index) -> None:
-        self._catalogue = catalogue
+    def __init__(self, disk: SegmentStore) -> None:
+        self._disk = disk
         self._lock = threading.Lock()
         self._generation: Hashable = None
         self._reset()
 
     def seeds(self, hashes: np.ndarray) -> Seeds:
-        """Return the candidate parts of passages in a prompt with these scan hashes, uint32 `[n]`."""
+        """Return the candidate parts of passages in a prompt with these scan hashes, uint32 `[n]`.
+
+        Segments that this process fails to read have no part that can be used.
+        """
         while True:
             with self._lock:
-                self._update()
-                found, names = [run.find(hashes) for run in self._runs], self._names
-            at, passage, part = map(np.concatenate, zip(*found, strict=True))
-            numbers, passage_index = np.unique(passage, return_inverse=True)
-            ids = [names[number] for number in numbers]
-            rows = self._catalogue.live(ids) if ids else []
-            if rows is None:
-                empty = np.empty(0, np.int64)
-                return Seeds(empty, empty, empty, [])
-            by_id = {row.id: row for row in rows}
-            deleted_numbers = [number for number, name in zip(numbers.tolist(), ids, strict=True) if name not in by_id]
-            if not deleted_numbers:
-                return Seeds(at, passage_index, part, [by_id[name] for name in ids])
-            with self._lock:
-                if names is self._names:  # otherwise the index was rebuilt meanwhile
-                    self._forget(deleted_numbers)
+                at, passage, part = map(np.concatenate, zip(*(run.find(hashes) for run in self._runs), strict=True))
+                numbers, passage_index = np.unique(passage, return_inverse=True)
+                ids = [self._names[number] for number in numbers]
+                answer = self._disk.index.passages(self._last, ids)
+                if answer is None:  # the catalogue fails
+                    empty = np.empty(0, np.int64)
+                    return Seeds(empty, empty, empty, [])
+                generation, new_passages, rows = answer
+                if generation != self._generation:
+                    self._generation = generation
+                    self._reset()
+                    continue
+                by_id = {row.id: row for row in rows}
+                self._forget([number for number, name in zip(numbers.tolist(), ids, strict=True) if name not in by_id])
+                self._add(new_passages)
+            if not new_passages and len(by_id) == len(ids):
+                rows = [by_id[name] for name in ids]
+                usable = [replace(row, valid_hashes=0) if self._disk.is_hidden(row.id) else row for row in rows]
+                return Seeds(at, passage_index, part, usable)
 
     def _reset(self) -> None:
         self._last = 0  # number of the last passage read from the catalogue
@@ -96,12 +102,8 @@ class PassageIndex:
         self._numbers: dict[str, int] = {}  # last index of each name in `_names`
         self._runs = [_run([], 0), _run([], 0)]  # the second one has recent passages, and is joined to the first
 
-    def _update(self) -> None:
-        """Add the passages stored since the last lookup. Rebuild if the catalogue has a new generation."""
-        generation, new_passages = self._catalogue.passages_since(self._last)
-        if generation not in (None, self._generation):  # None if the catalogue fails
-            self._reset()
-            self._generation, (_, new_passages) = generation, self._catalogue.passages_since(0)
+    def _add(self, new_passages: Sequence[tuple[int, str, bytes]]) -> None:
+        """Add passages with these numbers, ids and scan hashes."""
         if not new_passages:
             return
         self._last = new_passages[-1][0]

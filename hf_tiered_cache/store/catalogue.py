@@ -121,33 +121,33 @@ class Catalogue(Database):
     """Table of the segments of one store."""
 
     def _rows(self, where: str, *args: Any) -> list[SegmentRow]:
-        rows = self.execute(f"SELECT {_COLUMNS} FROM segments {where}", *args)
-        return [SegmentRow(*row) for row in _sound(rows, _FIELD_TYPES)]
-
-    def _usable(self, column: str, values: Sequence[Any]) -> list[SegmentRow]:
-        """Return the usable, unexpired segments with one of these values in a column."""
-        rows: list[SegmentRow] = []
-        for i in range(0, len(values), _MOST_PARAMETERS):
-            batch, now = values[i : i + _MOST_PARAMETERS], time.time()
-            is_one = f"{column} IN ({', '.join('?' * len(batch))})"
-            rows += self._rows(f"WHERE {is_one} AND usable_links > 0 AND coalesce(expires, ?) >= ?", *batch, now, now)
-        return rows
+        return _rows_of(self.execute(f"SELECT {_COLUMNS} FROM segments {where}", *args))
 
     # --- reading
 
     def beginning_with(self, prefix_hashes: Sequence[bytes]) -> list[SegmentRow]:
         """Return the usable, unexpired segments whose chain begins with one of `prefix_hashes`."""
-        return self._usable("first", prefix_hashes)
-
-    def passages_since(self, number: int) -> tuple[Hashable, list[tuple[int, str, bytes]]]:
-        """Return an identifier of the numbering, and number, id and scan hashes of the passages after this number."""
-        query = "SELECT number, id, scan FROM segments WHERE length(scan) > 0 AND number > ? ORDER BY number"
-        passages = _sound(self.execute(query, number), (int, str, bytes))
-        return (id(self), self.generation), passages
+        return _usable_rows(self.execute, "first", prefix_hashes)
 
     def live(self, ids: Sequence[str]) -> list[SegmentRow]:
         """Return the given segments that exist, are usable and have not expired."""
-        return self._usable("id", ids)
+        return _usable_rows(self.execute, "id", ids)
+
+    def passages(
+        self, number: int, ids: Sequence[str]
+    ) -> tuple[Hashable, list[tuple[int, str, bytes]], list[SegmentRow]]:
+        """Return an identifier of the numbering, the passages after `number`, and the `live` segments of `ids`.
+
+        The passages are in order, with number, id and scan hashes.
+        """
+        query = "SELECT number, id, scan FROM segments WHERE length(scan) > 0 AND number > ? ORDER BY number"
+
+        def read(db: sqlite3.Connection) -> tuple[list[tuple[int, str, bytes]], list[SegmentRow]]:
+            passages = _sound(db.execute(query, (number,)).fetchall(), (int, str, bytes))
+            return passages, _usable_rows(lambda query, *args: db.execute(query, args).fetchall(), "id", ids)
+
+        passages, rows = self.run(read)
+        return (id(self), self.generation), passages, rows
 
     def get(self, segment_id: str) -> SegmentRow | None:
         return next(iter(self._rows("WHERE id = ?", segment_id)), None)
@@ -276,6 +276,21 @@ class Catalogue(Database):
     def limit(self, segment_id: str, num_hashes: int) -> None:
         """Mark only the first `num_hashes` prefix hashes of this segment as usable."""
         self.execute("UPDATE segments SET usable_links = min(usable_links, ?) WHERE id = ?", num_hashes, segment_id)
+
+
+def _rows_of(values: list[tuple[Any, ...]]) -> list[SegmentRow]:
+    return [SegmentRow(*row) for row in _sound(values, _FIELD_TYPES)]
+
+
+def _usable_rows(execute: Callable[..., list[Any]], column: str, values: Sequence[Any]) -> list[SegmentRow]:
+    """Return the usable, unexpired segments with one of these values in a column. `execute` runs a query."""
+    rows: list[SegmentRow] = []
+    for i in range(0, len(values), _MOST_PARAMETERS):
+        batch, now = values[i : i + _MOST_PARAMETERS], time.time()
+        is_one = f"{column} IN ({', '.join('?' * len(batch))})"
+        query = f"SELECT {_COLUMNS} FROM segments WHERE {is_one} AND usable_links > 0 AND coalesce(expires, ?) >= ?"
+        rows += _rows_of(execute(query, *batch, now, now))
+    return rows
 
 
 def _sound(rows: list[_Row], types: Sequence[Any]) -> list[_Row]:

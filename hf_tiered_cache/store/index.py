@@ -111,7 +111,7 @@ class Index:
 
     row = _query(Catalogue.get, lambda: None)
     beginning_with = _query(Catalogue.beginning_with, list[SegmentRow])
-    passages_since = _query(Catalogue.passages_since, lambda: (None, list[tuple[int, str, bytes]]()))
+    passages = _query(Catalogue.passages, lambda: None)
     models = _query(Catalogue.models, dict[str, dict[str, str]])
     keys = _query(Catalogue.keys, set[str])
     provenances = _query(Catalogue.provenances, list[str])

@@ -662,16 +662,17 @@ def row_of(hasher, tokens):
 
 
 class Listed:
-    """Catalogue with these rows."""
+    """Segments with these rows."""
 
     def __init__(self, rows):
-        self.rows = {row.id: row for row in rows}
+        self.index, self.rows = self, {row.id: row for row in rows}
 
-    def passages_since(self, number):
-        return 0, [(i, row.id, row.scan) for i, row in enumerate(self.rows.values(), start=1) if i > number]
+    def passages(self, number, ids):
+        new = [(i, row.id, row.scan) for i, row in enumerate(self.rows.values(), start=1) if i > number]
+        return 0, new, [self.rows[name] for name in ids if name in self.rows]
 
-    def live(self, ids):
-        return [self.rows[name] for name in ids if name in self.rows]
+    def is_hidden(self, segment_id):
+        return False
 
 
 # --- provenance, faults, words

@@ -229,5 +229,5 @@ def test_any_value_in_a_catalogue_costs_at_most_a_scan(tmp_path, table):
                 assert all(store.found(row) is None or read_back(store, row.id) for row in rows)
             assert sum(row.nbytes for row in store.index.rows()) >= 0
             store.victims(1)
-            PassageIndex(store.index).seeds(np.zeros(4, np.uint32))
+            PassageIndex(store).seeds(np.zeros(4, np.uint32))
             store.close()
