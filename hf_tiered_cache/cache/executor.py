@@ -144,14 +144,13 @@ class Executor(CacheState):
         self._commit(cache, request, sequence, plan)
         if plan is not None:
             # rows of a batch restore their own prefixes; `restored_until` is what all of them restore, maybe nothing
-            stop, work = request.base + plan.restored_until or request.num_positions, self._work_since(before)
+            stop, work = request.base + plan.restored_until or request.num_positions, before.until(self.collector.stats)
             if work.restored > 0:  # not a piece of a long prompt that was computed before
                 saved = work.saved(stop, sequence.seconds_to_compute(stop), self.attachment.model.device)
                 self.collector.add(seconds_saved=saved)
                 warn_of_slow_restore(sequence, saved)
-        if sequence.reports_passages:
-            for why in ("" if plan is None else sequence.why_otherwise(plan), sequence.miss_reason):
-                self.explain_once(why)
+        for why in sequence.passage_reasons:
+            self.explain_once(why)
         if self.unreported:
             tokens_kept = sequence.history.tokens_in(request.base) if request.base else 0
             self._report_prompt(self.bypass or reason, tokens_kept)
@@ -257,16 +256,16 @@ class Executor(CacheState):
             self.explain_once(reasons.no_room_for_index(self.store.residency.index_cache.budget))
         return output, forward_pass.plan
 
-    def _work_since(self, before: Work) -> Work:
-        return Work.of(self.collector.stats).since(before)
-
     def _observe_costs(self, request: Request, sequence: SequenceState, plan: Plan | None, before: Work) -> None:
         """Correct the calibrated costs by the times of a prompt since `before`. A GPU's times are not known here."""
         learns = self.conversation is not None or (isinstance(self.method, PrefixMethod) and self.method.calibrates)
         device = self.attachment.model.device
         if not learns or request.base or device.type != "cpu":
             return
-        work, tokens = self._work_since(before), request.num_positions if plan is None else plan.restored_until
+        work, tokens = (
+            before.until(self.collector.stats),
+            request.num_positions if plan is None else plan.restored_until,
+        )
         if (costs := sequence.calibration.at(tokens)) is not None:
             ratios = observed_ratios(plan, tokens, costs, work)
             self.store.writer.later(partial(renew_costs, self.store, sequence.identity.fingerprint, device, ratios))

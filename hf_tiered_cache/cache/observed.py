@@ -89,9 +89,9 @@ class Work(NamedTuple):
         restoring = details.match_seconds + details.assemble_seconds
         return cls(*tokens, restoring, stats.stall_seconds, details.io_seconds, stats.bytes_read, time.perf_counter())
 
-    def since(self, before: Work) -> Work:
-        """Return the work after `before`."""
-        return Work(*(now - then for now, then in zip(self, before, strict=True)))
+    def until(self, stats: RequestStats) -> Work:
+        """Return the work after this moment, until now."""
+        return Work(*(now - then for now, then in zip(Work.of(stats), self, strict=True)))
 
     def saved(self, tokens: int, seconds: float | None, device: torch.device) -> float:
         """Estimate `seconds_saved` of a prompt of `tokens` tokens; `seconds` to compute it, None if not known."""

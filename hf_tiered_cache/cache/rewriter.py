@@ -87,7 +87,7 @@ class SegmentRewriter:
             self.recall([reader])
             importance = self.importance.of(segment_id)
         else:
-            scores = next((self._rankings.of(reader).get(name) for name in RANKED_IN_CONTEXT), None)
+            scores = next((self._rankings.of(reader, name) for name in RANKED_IN_CONTEXT), None)
             importance = None if scores is None else scores[None, None]
         if importance is None:
             return False

@@ -75,8 +75,8 @@ class SequenceState:
     """True if the cache holds a selection of its tokens, or KV that the method's provenance does not cover."""
     stored_in_pieces: dict[int, int] = field(default_factory=dict)
     """Number of tokens of the current prompt that were computed, stored and released, by row."""
-    miss_reason: str = ""
-    """Reason why the last pass did not find stored passages, if the user can change that, or an empty string."""
+    passage_reasons: tuple[str, ...] = ()
+    """Reasons why the last pass did not restore passages as the method would, if the user can change that."""
     _unusable_reason: str = ""  # reason why the method cannot use all of the match, if so
     _in_prompt: bool = False  # whether the last pass had several positions
     _report: PassageReport = field(default_factory=PassageReport)
@@ -190,7 +190,8 @@ class SequenceState:
         """Hashers of passages under the RoPE regime of the prompt, and under the regime of short prompts."""
         assert isinstance(self.method, Passages)
         sink, provenance = self.method.sink_token(self.attachment.config), self.method.passages
-        regimes = dict.fromkeys((self.regime, rope_regime(self.attachment.config, 1) or ""))
+        short = rope_regime(self.attachment.config, 1) or "" if self.identity.rope_varies else self.regime
+        regimes = dict.fromkeys((self.regime, short))
         return [self.store.passage_hasher(self.identity.fingerprint, provenance, sink, name) for name in regimes]
 
     def _find_passages(self, tokens: np.ndarray, start: int) -> list[SegmentSlice]:
@@ -198,14 +199,15 @@ class SequenceState:
         method, store = self.method, self.store
         assert isinstance(method, Passages)
         for hasher in self._hashers:
+            matches = find_passages(tokens, hasher, store.passage_index.seeds, start, self.segments)
+            are_exact = [hasher is self._hashers[0] and match.is_exact(tokens, hasher) for match in matches]
+            readers = store.found([match.row for match in matches])
             pieces = []
-            for match in find_passages(tokens, hasher, store.passage_index.seeds, start, self.segments):
-                exact = hasher is self._hashers[0] and match.is_exact(tokens, hasher)
-                reader = store.found_passage(match.row)
+            for match, exact, reader in zip(matches, are_exact, readers, strict=True):
                 count = 0 if reader is None else min(match.num_hashes, reader.shape.whole_hashes - match.first)
                 if reader and count > 0 and (exact or reader.shape.layout.position_independent):
                     is_ranked = method.ranked_by and not exact
-                    scores = store.rankings.of(reader).get(method.ranked_by) if is_ranked else None
+                    scores = store.rankings.of(reader, method.ranked_by) if is_ranked else None
                     first = match.first * HASH_TOKENS
                     pieces.append(SegmentSlice(reader, first, count * HASH_TOKENS, match.at, exact, scores))
             if pieces:
@@ -279,13 +281,6 @@ class SequenceState:
         method, provenances = self.method, self.store.disk.index.provenances
         return isinstance(method, Passages) and method.passages in provenances(self.identity.fingerprint)
 
-    def why_otherwise(self, plan: Plan) -> str:
-        """Return the reason why a plan computes other tokens than the method would select, or an empty string."""
-        if not isinstance(self.method, Passages) or not self.method.ranked_by:
-            return ""
-        passages = [piece for group in plan.groups for piece in group.pieces if not piece.exact]
-        return reasons.unranked(self.method.ranked_by) if any(piece.scores is None for piece in passages) else ""
-
     # --- after a pass
 
     def commit(self, request: Request, plan: Plan | None, collector: StatsCollector) -> str:
@@ -293,7 +288,7 @@ class SequenceState:
 
         Return the reason why later passes run without the store, or an empty string.
         """
-        self.miss_reason = ""
+        self.passage_reasons = ()
         rows, num_positions = request.ids.shape
         tokens = rows * num_positions - sum(max(0, pad - request.base) for pad in self.history.pads)
         approximations = self.method.records_approximations
@@ -355,12 +350,16 @@ class SequenceState:
             self._report.add(plan.groups, plan.base, self.history.pads)
         passages, is_joined = self._report.passage_stats(rows, self._hashers, self.segments)
         collector.stats.passages = passages
+        pieces = [] if plan is None else [piece for group in plan.groups for piece in group.pieces if not piece.exact]
+        assert isinstance(self.method, Passages)
+        if (ranking := self.method.ranked_by) and any(piece.scores is None for piece in pieces):
+            self.passage_reasons = (reasons.unranked(ranking),)
         if is_joined:
-            self.miss_reason = reasons.JOINED
+            self.passage_reasons += (reasons.JOINED,)
         elif plan is not None and not plan.base and not any(passage.tokens_found for passage in passages):
             is_prefix_alone = plan.num_positions - plan.restored_until >= HASH_TOKENS and self._has_passages()
             if is_prefix_alone and not any(self._find_passages(row, 0) for row in rows):  # nor does the prefix have any
-                self.miss_reason = reasons.NO_PASSAGES
+                self.passage_reasons += (reasons.NO_PASSAGES,)
 
     def store_piece(self, piece: Request, plan: Plan | None, collector: StatsCollector) -> None:
         """Store a computed piece of a longer prompt, a single row, and remove it from the history."""

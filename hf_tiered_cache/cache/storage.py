@@ -196,11 +196,11 @@ class Storage:
         self._used = (self._used or []) + [run.row.id for run, _ in matched]
         return matched
 
-    def found_passage(self, row: SegmentRow) -> SegmentReader | None:
-        """Open the segment of a passage that is going to be restored; return None if it cannot be used."""
-        if (reader := self.disk.found(row)) is not None:
-            self._used = [*(self._used or []), row.id]
-        return reader
+    def found(self, rows: Iterable[SegmentRow]) -> list[SegmentReader | None]:
+        """Open the segments of passages that are going to be restored; None for one that cannot be used."""
+        readers = [self.disk.found(row) for row in rows]
+        self._used = [*(self._used or []), *(reader.id for reader in readers if reader is not None)]
+        return readers
 
     def note_uses(self) -> None:
         """Record the use of looked-up segments in the catalogue, and forget segments that other processes removed.

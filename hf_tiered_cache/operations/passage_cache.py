@@ -174,7 +174,7 @@ class PassageExecutor(Executor):
         """Return the shortest complete segment that begins with the prefix hashes `chain`, or None."""
         matching_rows = [row for row in rows if row.chain[: row.valid_hashes * HASH_BYTES].startswith(chain)]
         for row in sorted(matching_rows, key=lambda row: (len(row.chain), row.id)):
-            reader = self.store.found_passage(row)
+            (reader,) = self.store.found([row])
             if reader is not None and reader.shape.whole:
                 return row
         return None

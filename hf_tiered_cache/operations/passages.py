@@ -211,7 +211,7 @@ class _Call:
         if not method.ranked_by or reader is None or reader.shape.tokens != passage.stored_tokens:
             return False
         is_rankable = reader.shape.layout.position_independent or not method.ranks_in_context
-        return is_rankable and method.ranked_by not in self._storage.rankings.of(reader)
+        return is_rankable and method.ranked_by not in self._storage.rankings.read(reader)
 
     def _batches(self, passages: Iterable[_Passage], lead: int) -> Iterator[list[_Passage]]:
         """Yield batches of passages of equal length, longest first, so that none needs padding.

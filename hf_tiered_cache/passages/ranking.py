@@ -7,7 +7,7 @@ ranking, since hidden states are dropped once. All rankings share the KV.
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Literal, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -103,33 +103,30 @@ class KeptRankings:
     def __init__(self, disk: SegmentStore) -> None:
         self._disk = disk
         self._lock = threading.Lock()
-        self._cache = WeakKeyDictionary[SegmentReader, tuple[Hashable, RankingScores]]()  # with the sidecar's version
+        self._cache = WeakKeyDictionary[SegmentReader, RankingScores]()
 
     def keep(self, reader: SegmentReader, scores: Mapping[str, np.ndarray]) -> bool:
         """Add or replace scores. Return whether they are stored now (see `Sidecars.keep`)."""
-        arrays = self.of(reader) | {name: np.asarray(values, np.float32) for name, values in scores.items()}
+        arrays = self.read(reader) | {name: np.asarray(values, np.float32) for name, values in scores.items()}
         tensors = {name: torch.tensor(array) for name, array in arrays.items()}
-        return self._disk.sidecars.keep(reader, RANKINGS_KIND, tensors, {})
-
-    def of(self, reader: SegmentReader) -> RankingScores:
-        """Return the scores of a segment by ranking, including those just written by another process."""
-        version = self._version(reader)
+        is_stored = self._disk.sidecars.keep(reader, RANKINGS_KIND, tensors, {})
         with self._lock:
-            cached = self._cache.get(reader)
-        if cached is not None and cached[0] == version:
-            return cached[1]
-        stored_tensors = {} if version is None else self._disk.sidecars.kept(reader, RANKINGS_KIND, {}) or {}
-        arrays = {name: tensor.numpy() for name, tensor in stored_tensors.items() if tensor.dtype == torch.float32}
+            self._cache.pop(reader, None)
+        return is_stored
+
+    def of(self, reader: SegmentReader, name: str) -> np.ndarray | None:
+        """Return the scores of a segment by a ranking, or None. Those just written by another process are found."""
+        with self._lock:
+            scores = self._cache.get(reader, {})
+        if name not in scores:
+            scores = self.read(reader)
+            with self._lock:
+                self._cache[reader] = scores
+        return scores.get(name)
+
+    def read(self, reader: SegmentReader) -> RankingScores:
+        """Read the scores of a segment from its sidecar, by ranking."""
+        tensors = self._disk.sidecars.kept(reader, RANKINGS_KIND, {}) or {}
+        arrays = {name: tensor.numpy() for name, tensor in tensors.items() if tensor.dtype == torch.float32}
         fit = {name: array for name, array in arrays.items() if array.shape == (reader.shape.tokens,)}
-        scores = {name: array for name, array in fit.items() if np.isfinite(array).all()}
-        with self._lock:
-            self._cache[reader] = version, scores
-        return scores
-
-    def _version(self, reader: SegmentReader) -> Hashable:
-        """Return the version of a segment's sidecar, or None if there is none."""
-        try:
-            entry = self._disk.backend.find(f"{reader.id}.{RANKINGS_KIND}")
-        except OSError:
-            return None
-        return None if entry is None else entry.version
+        return {name: array for name, array in fit.items() if np.isfinite(array).all()}

@@ -111,7 +111,7 @@ def of_each(choose):
 def chosen_by(store, share, ranking="context"):
     """Return the tokens of each passage that its stored ranking leaves to be restored."""
     disk, rankings = store._storage.disk, store._storage.rankings
-    scores = {row.tokens: rankings.of(disk.reader(row.id)).get(ranking) for row in store.segments()}
+    scores = {row.tokens: rankings.of(disk.reader(row.id), ranking) for row in store.segments()}
 
     def restored(passage):
         order = np.argsort(-scores[len(passage)], kind="stable")

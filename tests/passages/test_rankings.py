@@ -111,14 +111,17 @@ def test_laid_out_anew_a_passage_keeps_its_ranking(store):
     assert cache.stats.tokens_restored > 0
 
 
-def test_a_passage_whose_scores_are_lost_goes_by_its_order(store):
+def test_a_passage_whose_scores_are_lost_goes_by_its_order(tmp_path):
     model, method = build("qwen2"), LOW
-    fill(store, model, method=LOW)
-    before, cache = ask(model, store, PROMPT, method)
-    assert cache.stats.reason == ""
-    for row in store.segments():
-        store._storage.disk.path(f"{row.id}.rankings").unlink()
-    after, cache = ask(model, store, PROMPT, method)
+    with KVStore(tmp_path, engine="posix") as store:
+        fill(store, model, method=LOW)
+        before, cache = ask(model, store, PROMPT, method)
+        assert cache.stats.reason == ""
+        for row in store.segments():
+            store._storage.disk.path(f"{row.id}.rankings").unlink()
+        assert ask(model, store, PROMPT, method)[1].stats.reason == ""  # they are still in memory
+    with KVStore(tmp_path, engine="posix") as store:
+        after, cache = ask(model, store, PROMPT, method)
     assert torch.equal(before, after)
     assert cache.stats.reason == unranked("low_frequency 0.5")
 
@@ -245,4 +248,4 @@ def test_a_ranking_that_another_process_renews_is_seen(tmp_path):
 def scores_in(store, ranking):
     """Return the scores by the passage's length."""
     disk, rankings = store._storage.disk, store._storage.rankings
-    return {row.tokens: rankings.of(disk.reader(row.id)).get(ranking) for row in store.segments()}
+    return {row.tokens: rankings.of(disk.reader(row.id), ranking) for row in store.segments()}
