@@ -151,7 +151,7 @@ def _drop_before(layer: int, scope: Scope) -> Any:
         # added or removed without keyword arguments
         if kwargs is None or current() is not scope:
             return None
-        if scope.should_preview(layer) and has_no_side_effects(module):
+        if layer == scope.preview_layer and has_no_side_effects(module):
             preview_args, preview_kwargs = with_copied_states(*_narrowed_arguments(scope, layer, args, kwargs))
             scope.preview(layer, lambda: module.forward(*preview_args, **preview_kwargs))
         return _narrowed_arguments(scope, layer, args, kwargs)

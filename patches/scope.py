@@ -131,6 +131,8 @@ class Scope:
     """True if `attend` determines what queries attend to."""
     folds: bool = False
     """True if the query heads of a KV head may be folded into one batch of queries, which changes rounding."""
+    preview_layer: int | None = None
+    """Layer that is first run up to its attention, which may reduce what it computes, or None."""
     observer: Any = None
     """Observer of the queries (`SampledPass`), or None. It sees layers that attend by queries and keys alone: a mask
     that is added to logits, or a position bias, would change their attention."""
@@ -139,12 +141,8 @@ class Scope:
         """Return what the queries of a layer attend to, or the attention output if attention is computed here."""
         return call
 
-    def should_preview(self, layer: int) -> bool:
-        """Return whether to preview a layer: run it up to its attention, which may reduce what it computes."""
-        return False
-
     def preview(self, layer: int, run: Callable[[], object]) -> None:
-        """Preview a layer: `run` runs it on what the layer before has computed."""
+        """Preview the `preview_layer`: `run` runs it on what the layer before has computed."""
 
     def recompute_mask(self, layer: int, device: torch.device) -> torch.Tensor | None:
         """Return the mask of a layer's recomputed prefix, bool `[1, 1, queries, positions]`; None if plainly causal."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from ..patches.tap import PreRopeKV, RotaryTap
 from ..restore.fetch import Fetcher
 from ..restore.plan import BudgetPlan, PassagesPlan, Plan, RecomputePlan
 from ..restore.prefetch import Prefetch
+from ..restore.rows import Positions, places
 from ..selection.decode import DecodeSelection, DecodeSelector
 from ..selection.indexes import IndexSidecars
 from ..selection.prompt import SelectiveRestore
@@ -214,28 +216,26 @@ class RestoringForward(ForwardPass):
                 layers = decoder_layers(self.attachment.model, len(plan.computed))
                 stack.enter_context(dropping(layers, first, self))
         stack.callback(self.fetcher.cancel)
-        if self.selects and not can_select(config):
-            raise needs_attention(self.method, self.attachment.model, SELECTING)
-        if self.streamed is not None:
-            self.streamed.start()
-        elif self.selection is not None:
-            self.selection.start()
+        if (budgeted := self.streamed or self.selection) is not None:
+            if not can_select(config):
+                raise needs_attention(self.method, self.attachment.model, SELECTING)
+            budgeted.start()
         self.prefetch.start()
 
     def _drop_with_depth(self, plan: Plan) -> None:
         """Set the hidden states that each layer keeps."""
         self.query_indexes.clear()
         self.hidden_indexes.clear()
-        before: tuple[np.ndarray, torch.device, torch.Tensor | None] | None = None
-        for layer, computed in enumerate(plan.computed):
+        first, queries = plan.computed[0], None
+        for layer, (before, computed) in enumerate(pairwise((first, *plan.computed))):
             device = self._devices[layer]
-            if before is None or before[0] is not computed or before[1] != device:
-                rows = plan.query_indexes(layer)
-                before = computed, device, None if rows is None else to_device(rows, device)
-            if before[2] is not None:
-                self.query_indexes[layer] = before[2]
-            if (indexes := plan.hidden_indexes(layer)) is not None:
-                self.hidden_indexes[layer] = to_device(indexes, device)
+            if computed is not before or (queries is not None and queries.device != device):
+                queries = _places_on(device, computed, first)
+            hidden = queries if before is first else _places_on(device, computed, before)
+            if queries is not None:
+                self.query_indexes[layer] = queries
+            if hidden is not None:
+                self.hidden_indexes[layer] = hidden
 
     def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if layer <= self._last_layer:  # its blocks were released after that layer
@@ -291,6 +291,12 @@ class RestoringForward(ForwardPass):
         return cannot_select(self.method, self.attachment.model)
 
 
+def _places_on(device: torch.device, subset: Positions, superset: Positions) -> torch.Tensor | None:
+    """Return `places` on a device."""
+    indexes = places(subset, superset)
+    return None if indexes is None else to_device(indexes, device)
+
+
 class RefiningForward(RestoringForward):
     """Pass that follows a `PassagesPlan`, and narrows at one layer what the later ones compute.
 
@@ -311,8 +317,8 @@ class RefiningForward(RestoringForward):
         self._first_narrowed = 1
         self._choice = plan.choice
         self.selects = can_select(self.attachment.config) and shows_queries(self.attachment.model)  # `attend` runs
-        self._compares = True  # until the comparison
-        self._previewed_layer: int | None = None  # layer that runs up to its attention (preview)
+        self.preview_layer = self._choice.compare_layer if self.selects else None
+        self._previews = False  # whether this layer runs up to its attention now
         self._kv_deviation: torch.Tensor | None = None  # float32 [batch, n], KV deviation at the comparing layer
         self._attention: ProbeAttentionSum | None = None
         # positions of the sum include those in the cache, positions of a plan do not
@@ -320,43 +326,41 @@ class RefiningForward(RestoringForward):
             self._attention = ProbeAttentionSum(self._choice.question_tokens)
 
     def attend(self, layer: int, call: AttentionCall) -> Attended:
-        if self._attention is not None and not self.layers[layer].window:
+        if self._attention is not None or self._previews:
             with self.collector.timing("select_seconds"):
-                self._attention.note(call)
-        if self._previewed_layer == layer:
-            self._narrow(layer, first=layer)
-            raise _Previewed
+                if self._attention is not None and not self.layers[layer].window:
+                    self._attention.note(call)
+                if self._previews:
+                    self._narrow(layer, first=layer)
+                    raise _Previewed
         return super().attend(layer, call)
 
-    def should_preview(self, layer: int) -> bool:
-        return self.selects and self._compares and layer == self._choice.compare_layer
-
     def preview(self, layer: int, run: Callable[[], object]) -> None:
-        self._previewed_layer = layer
+        self._previews = True
         try:
             with suppress(_Previewed):
                 run()
         finally:
-            self._previewed_layer, self._last_layer = None, layer - 1
+            self._previews, self._last_layer = False, layer - 1
 
     def _narrow(self, layer: int, first: int) -> None:
         """Select the positions computed from layer `first` on, by the KV deviation measured at `layer`."""
         plan = self.plan
         assert self._kv_deviation is not None
-        with self.collector.timing("select_seconds"):
-            attention = None if self._attention is None else self._attention.result()
-            (kv_deviation,) = to_host(self._kv_deviation)
-            positions = self.method.narrow(self._choice, plan.computed[layer], kv_deviation, attention)
+        attention = None if self._attention is None else self._attention.result()
+        (kv_deviation,) = to_host(self._kv_deviation)
+        positions = self.method.narrow(self._choice, plan.computed[layer], kv_deviation, attention)
         plan = replace(plan, computed=plan.computed[:first] + (positions,) * (len(plan.computed) - first))
         self.plan = self.prefetch.plan = plan
         self._positions_from.clear()  # keyed by arrays of the old plan
         self._drop_with_depth(plan)
-        self._compares, self._attention = False, None
+        self.preview_layer = self._attention = None
 
     def compare(self, layer: int, stored: LayerTensors, computed: LayerTensors) -> None:
         self._kv_deviation = self.method.kv_deviation(stored, computed)
-        if self._previewed_layer != layer:
-            self._narrow(layer, first=layer + 1)
+        if not self._previews:
+            with self.collector.timing("select_seconds"):
+                self._narrow(layer, first=layer + 1)
 
 
 class _Previewed(Exception):

@@ -104,7 +104,7 @@ class DenseSource(KVBuffer, CacheLayerMixin):
         if plan.suffix is not None:
             self._announced = Announced(restored=plan.suffix)
         else:
-            skipped = max(0, plan.first_position(self.window))
+            skipped = max(0, plan.first_position(self.window)) if self.window else 0
             self._announced = Announced(scattered=plan.num_positions, skipped=skipped)
 
     def end_pass(self) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import torch
 
-from ..passages.ranking import LOW_FREQUENCIES, RANKED_IN_CONTEXT, kv_deviation
+from ..passages.ranking import LOW_FREQUENCIES, RANKED_IN_CONTEXT
 from ..passages.recompute import LOWEST
 from ..restore.rows import SegmentSlice
 from .base import is_count, is_number, require
@@ -134,9 +134,6 @@ class CacheTune(Passages):
 
     def probe_weights(self, attention: np.ndarray, mean: float) -> np.ndarray:
         return attention / max(mean, _SMALL) + _FLOOR
-
-    def kv_deviation(self, stored: LayerTensors, computed: LayerTensors) -> torch.Tensor:
-        return kv_deviation(stored, computed)
 
 
 _NARROW_AT = 6  # on 16 questions of HotpotQA SmolLM2 (30 layers) loses 0.131 nats with 6, 0.166 with 3, 0.137 with 10

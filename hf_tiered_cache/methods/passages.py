@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ..errors import ConfigError, UnsupportedModelError, unknown_name
-from ..passages.ranking import RANKED_IN_CONTEXT, RANKINGS, Ranking
+from ..passages.ranking import RANKED_IN_CONTEXT, RANKINGS, Ranking, kv_deviation
 from ..passages.recompute import ProbeAttention
 from ..restore.plan import DeferredChoice
 from ..restore.rows import PlanContext, Positions, SegmentSlice, of_row, repeats
@@ -114,8 +114,7 @@ class Passages(Method):
     def narrowing(self, layers: int) -> tuple[int, float] | None:
         """Return the layer at which stored and computed KV are compared, with a share; None to compare nothing.
 
-        The share is that of the passages' tokens that later layers compute. A method that compares KV defines
-        `kv_deviation`.
+        The share is that of the passages' tokens that later layers compute.
         """
         return None
 
@@ -134,7 +133,7 @@ class Passages(Method):
 
     def kv_deviation(self, stored: LayerTensors, computed: LayerTensors) -> torch.Tensor:
         """Return the deviation of computed from stored KV, `[batch, heads, n, dim]` each: float32 `[batch, n]`."""
-        raise TypeError(f"{type(self).__name__} compares nothing")
+        return kv_deviation(stored, computed)
 
     def narrow(
         self,
@@ -212,8 +211,8 @@ def _question_tokens(context: PlanContext, max_tokens: int) -> tuple[int, ...]:
     counts = {row: 0 for group in context.groups for row in group.rows}
     for group in context.groups:
         if any(not piece.exact for piece in group.pieces):
-            end = max(context.positions_of(group, piece)[-1] + 1 for piece in group.pieces)
-            counts |= dict.fromkeys(group.rows, int(min(context.num_positions - end, max_tokens)))
+            end = group.pad + group.tokens - context.base
+            counts |= dict.fromkeys(group.rows, min(context.num_positions - end, max_tokens))
     return tuple(counts[row] for row in sorted(counts)) if any(counts.values()) else ()
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..store.geometry import BlockGroup
 from ..store.segment import SegmentReader
-from .rows import PlanContext, Positions, RowGroup, SegmentSlice, by_row, first_of_end, of_row, places, row_by_row
+from .rows import PlanContext, Positions, RowGroup, SegmentSlice, by_row, count_tokens, first_of_end, of_row, row_by_row
 
 
 @dataclass(frozen=True)
@@ -87,14 +87,6 @@ class Plan:
         """First position from which on every layer computes all positions, in every row."""
         return first_of_end(self.computed[-1])  # no layer computes less
 
-    def hidden_indexes(self, layer: int) -> Positions | None:
-        """Return which hidden states of the layer before `layer` keeps, int64 `[n]` or `[rows, n]`, or None for all."""
-        return places(self.computed[layer], self.computed[layer - 1]) if layer else None
-
-    def query_indexes(self, layer: int) -> Positions | None:
-        """Return which of the first layer's queries belong to `layer`, int64 `[n]` or `[rows, n]`, or None for all."""
-        return places(self.computed[layer], self.computed[0])
-
     def first_position(self, window: int) -> int:
         """Return the first position that a layer with this sliding window (0: none) needs when the pass begins."""
         return max(-self.base, int(self.computed[0].min()) - (window - 1)) if window else -self.base
@@ -156,7 +148,7 @@ class Plan:
     @cached_property
     def _new_tokens(self) -> int:
         """Number of tokens in all rows that are not restored."""
-        return self._tokens_in(self.computed[-1])
+        return count_tokens(self.groups, self.base, self.computed[-1])
 
     @cached_property
     def restored_tokens(self) -> int:
@@ -169,20 +161,14 @@ class Plan:
         """Number of restored tokens that a layer computes nevertheless (mean over the layers)."""
         if self.suffix is not None:
             return 0.0
-        counts = {id(positions): self._tokens_in(positions) for positions in self.computed}
+        distinct = {id(positions): positions for positions in self.computed}
+        counts = {key: count_tokens(self.groups, self.base, positions) for key, positions in distinct.items()}
         return sum(counts[id(positions)] - self._new_tokens for positions in self.computed) / len(self.computed)
 
     @property
     def attended_tokens(self) -> int:
         """Number of restored tokens that layers with full attention may attend to."""
         return self.restored_tokens
-
-    def _tokens_in(self, positions: Positions) -> int:
-        """Return the number of tokens, over all rows, at the given positions."""
-        return sum(
-            len(group.rows) * int((of_row(positions, group.rows[0]) >= max(0, group.pad - self.base)).sum())
-            for group in self.groups
-        )
 
 
 @dataclass(frozen=True)
@@ -302,7 +288,7 @@ class RecomputePlan(Plan):
 
     @cached_property
     def _new_tokens(self) -> int:
-        return self._tokens_in(np.arange(self.restored_until, self.num_positions))
+        return count_tokens(self.groups, self.base, np.arange(self.restored_until, self.num_positions))
 
 
 @dataclass(frozen=True)

@@ -124,6 +124,13 @@ class RowGroup:
         return held
 
 
+def count_tokens(groups: Sequence[RowGroup], base: int, positions: Positions) -> int:
+    """Return the number of tokens, over all rows, at positions of a pass that begins after `base` others."""
+    return sum(
+        len(group.rows) * int((of_row(positions, group.rows[0]) >= max(0, group.pad - base)).sum()) for group in groups
+    )
+
+
 @dataclass(frozen=True)
 class PlanContext:
     """Input for the planning of a method: the pass, and what can be restored."""
