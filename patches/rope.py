@@ -47,11 +47,6 @@ class Call:
         place = self.places[name]
         return self.args[place] if place < len(self.args) else self.kwargs[name]
 
-    def arguments(self, *names: str) -> list[Any]:
-        """Return the arguments with these names."""
-        args, kwargs, places = self.args, self.kwargs, self.places
-        return [args[place] if (place := places[name]) < len(args) else kwargs[name] for name in names]
-
     def named(self) -> list[tuple[str, Any]]:
         """Return the arguments that were passed, with their names."""
         return [*zip(self.places, self.args, strict=False), *self.kwargs.items()]
@@ -153,7 +148,7 @@ class TableCache:
         Hooks of the module are noticed once for each kind of table, in-place writes each time. In inference mode,
         nothing counts writes, so tables and keys are compared once for each layer.
         """
-        if call.writes != writes_to(*call.tensors) or table.writes != writes_to(table.cos, table.sin):
+        if call.writes != writes_to(call.rotated, call.unrotated) or table.writes != writes_to(table.cos, table.sin):
             return False
         counted = call.writes is not None and table.writes is not None
         case = table.key if counted else (*table.key, layer, call.rotated.shape[-1])
@@ -186,7 +181,7 @@ def _agree(tables: tuple[torch.Tensor, torch.Tensor], table: RotaryTable, stop: 
 
 @dataclass(eq=False)
 class RotaryCall(Call):
-    """Recorded call of the modeling code's rotation of queries and keys.
+    """Recorded call of the modeling code's rotation of queries and keys, `unrotated`, by the tables `cos` and `sin`.
 
     Args:
         rotated: Keys that it returned.
@@ -197,8 +192,11 @@ class RotaryCall(Call):
     table: RotaryTable | None = None
 
     def __post_init__(self) -> None:
-        self.tensors = self.rotated, self["k"]
-        self.writes = writes_to(*self.tensors)
+        args, kwargs, places = self.args, self.kwargs, self.places
+        self.unrotated, self.cos, self.sin = (
+            args[place] if (place := places[name]) < len(args) else kwargs[name] for name in ("k", "cos", "sin")
+        )
+        self.writes = writes_to(self.rotated, self.unrotated)
 
     def rotate_(
         self, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, first: int = 0, by_halves: bool = False

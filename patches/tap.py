@@ -77,9 +77,8 @@ class RotaryTap:
         call, self.last = self.last, None
         if call is None:
             return PreRopeKV(keys, values, position_independent=self.rotates)
-        self.rotates, rotated = True, call.rotated
-        unrotated, cos, sin = call.arguments("k", "cos", "sin")
-        call.table = table = self._table_with(layer, cos, sin)
+        self.rotates, rotated, unrotated = True, call.rotated, call.unrotated
+        call.table = table = self._table_with(layer, call.cos, call.sin)
         if table is None or rotated.data_ptr() == unrotated.data_ptr():
             return PreRopeKV(keys, values, position_independent=False)  # unknown tables, or rotated in place
         if not self.table_cache.is_repeatable(layer, call, table) or self._has_other_positions(table):
