@@ -76,7 +76,9 @@ class CapturedKV:
     def cut_to(self, count: int) -> None:
         """Keep the first `count` positions: those of later passes may be in some layers only."""
         for tensors in self._tensors():
-            _cut_end(tensors, sum(tensor.shape[2] for tensor in tensors) - count)
+            while tensors and (excess := sum(tensor.shape[2] for tensor in tensors) - count) > 0:
+                if (last := tensors.pop()).shape[2] > excess:
+                    tensors.append(last[:, :, :-excess])
 
     def keep_last(self, count: int) -> None:
         """Keep only the last `count` positions, and release the memory of the others."""
@@ -224,18 +226,6 @@ def _last_positions(tensors: list[torch.Tensor], count: int) -> torch.Tensor:
         if not count:
             break
     return torch.cat(pieces, dim=2) if len(pieces) > 1 else pieces[0].clone()
-
-
-def _cut_end(tensors: list[torch.Tensor], count: int) -> None:
-    """Remove the last `count` positions from the list of tensors, in place."""
-    while count > 0 and tensors:
-        last = tensors[-1]
-        if last.shape[2] <= count:
-            tensors.pop()
-            count -= last.shape[2]
-        else:
-            tensors[-1] = last[:, :, :-count]
-            count = 0
 
 
 def _allocated(tensors: Iterable[torch.Tensor]) -> int:

@@ -122,7 +122,7 @@ class Executor(CacheState):
         while True:
             plan = None
             if not reason and replans:
-                plan = sequence.plan(request, self.collector, whole=is_chunk and not in_pieces)
+                plan = sequence.plan(request, whole=is_chunk and not in_pieces)
             if plan is not None:
                 plan, reason = choose_strategy(plan, sequence)
             try:
@@ -132,14 +132,7 @@ class Executor(CacheState):
                 replans = self.replans_after(error, replans)
             except LayerOrderError:
                 reason = reasons.LAYER_ORDER
-        if replans < REPLANS:
-            reason = reasons.DAMAGED
-        elif plan is None and (self.unreported or reason == reasons.LAYER_ORDER):
-            reason = reason or self._no_plan_reason(request, sequence)
-        elif plan is not None and self.conversation is not None and not request.base:
-            reason = self.conversation.why_less(plan.restored_until)
-        else:
-            reason = ""
+        reason = self._why_less(request, sequence, plan, reason, replans)
         self.store.note_uses()
         self._commit(cache, request, sequence, plan)
         if plan is not None:
@@ -192,7 +185,7 @@ class Executor(CacheState):
         method = sequence.method
         assert isinstance(method, BudgetMethod)
         step, end, tries = method.prefill_tokens, request.num_positions, PREFILL_TRIES
-        if end - (stored := _suffix(sequence.plan(request, self.collector))) <= step:
+        if end - (stored := _suffix(sequence.plan(request))) <= step:
             return
         shortest = max(request.must_compute, min(step // 2, method.observed))  # minimum length of the last piece
         progress = self.options.progress
@@ -214,7 +207,7 @@ class Executor(CacheState):
 
         Return the number of positions that were stored.
         """
-        plan = sequence.plan(piece, self.collector)
+        plan = sequence.plan(piece)
         before = _suffix(plan)
         if before <= stored - HASH_TOKENS:
             return before
@@ -225,8 +218,8 @@ class Executor(CacheState):
         except RestoreError as error:
             self.collector.add(recomputed=1)
             self.store.disk.report(error.segment, error.__cause__ or error)
-            return max(0, min(_suffix(sequence.plan(piece, self.collector)), stored - HASH_TOKENS))
-        sequence.store_piece(piece, plan, self.collector)
+            return max(0, min(_suffix(sequence.plan(piece)), stored - HASH_TOKENS))
+        sequence.store_piece(piece, plan)
         for source in cache.kv_sources:
             source.reset()
         return before
@@ -262,10 +255,8 @@ class Executor(CacheState):
         device = self.attachment.model.device
         if not learns or request.base or device.type != "cpu":
             return
-        work, tokens = (
-            before.until(self.collector.stats),
-            request.num_positions if plan is None else plan.restored_until,
-        )
+        work = before.until(self.collector.stats)
+        tokens = request.num_positions if plan is None else plan.restored_until
         if (costs := sequence.calibration.at(tokens)) is not None:
             ratios = observed_ratios(plan, tokens, costs, work)
             self.store.writer.later(partial(renew_costs, self.store, sequence.identity.fingerprint, device, ratios))
@@ -338,7 +329,7 @@ class Executor(CacheState):
     def _commit(self, cache: LayeredCache, request: Request, sequence: SequenceState, plan: Plan | None) -> None:
         """Record a completed pass, if the model has appended the request's tokens and no others."""
         if cache.get_seq_length() == request.base + request.num_positions:
-            reason = sequence.commit(request, plan, self.collector)
+            reason = sequence.commit(request, plan)
             if self._unstored is not None and not reason:
                 confirmed = partial(sequence.identity.weights_held, time.monotonic())
                 put = partial(self.store.unstored.put, self._unstored, confirmed)
@@ -354,7 +345,7 @@ class Executor(CacheState):
     def look_up_admitted(self, request: Request, sequence: SequenceState) -> tuple[Plan | None, str]:
         """Return the plan that would restore an admitted prompt and "", or None and the reason."""
         reason = self._lookup_refusal(request, sequence)
-        plan = None if reason else sequence.plan(request, self.collector)
+        plan = None if reason else sequence.plan(request)
         if plan is not None:
             chosen_plan, reason = choose_strategy(plan, sequence)
             plan = chosen_plan and (plan if plan.suffix is None else recomputing(plan, required_recompute(plan)))
@@ -381,6 +372,18 @@ class Executor(CacheState):
         if HASH_TOKENS <= request.num_positions <= request.must_compute:
             can_keep = "logits_to_keep" in self.attachment.signature.parameters
             return reasons.ALL_LOGITS if can_keep else reasons.NO_LOGITS_TO_KEEP
+        return ""
+
+    def _why_less(self, request: Request, sequence: SequenceState, plan: Plan | None, reason: str, replans: int) -> str:
+        """Return why a prompt was not restored, or only in part. `reason` says why no plan was followed, if known."""
+        if replans < REPLANS:
+            return reasons.DAMAGED
+        if plan is not None:
+            if self.conversation is None or request.base:
+                return ""
+            return self.conversation.why_less(plan.restored_until)
+        if self.unreported or reason == reasons.LAYER_ORDER:
+            return reason or self._no_plan_reason(request, sequence)
         return ""
 
     def _no_plan_reason(self, request: Request, sequence: SequenceState) -> str:

@@ -86,6 +86,10 @@ class SequenceState:
         """History of the tokens."""
         return self.recorder.history
 
+    @property
+    def _collector(self) -> StatsCollector:
+        return self.recorder.collector
+
     # --- before a pass
 
     def seconds_to_compute(self, tokens: int) -> float | None:
@@ -95,9 +99,9 @@ class SequenceState:
         per_token = self.pace.per_token(self.identity.fingerprint)
         return None if per_token is None else tokens * per_token
 
-    def plan(self, request: Request, collector: StatsCollector, whole: bool = False) -> Plan | None:
+    def plan(self, request: Request, whole: bool = False) -> Plan | None:
         """Return the plan of a pass, or None if it restores nothing. `whole` restores the match without a budget."""
-        with collector.timing("match_seconds"):
+        with self._collector.timing("match_seconds"):
             groups, restorable = self._look_up(request.host_ids)
             has_pieces = any(group.pieces for group in groups)
             plan = self._plan_restore(request, groups, restorable, whole) if has_pieces else None
@@ -283,7 +287,7 @@ class SequenceState:
 
     # --- after a pass
 
-    def commit(self, request: Request, plan: Plan | None, collector: StatsCollector) -> str:
+    def commit(self, request: Request, plan: Plan | None) -> str:
         """Record a completed pass: count and append its tokens, and store them if there are enough.
 
         Return the reason why later passes run without the store, or an empty string.
@@ -294,9 +298,9 @@ class SequenceState:
         approximations = self.method.records_approximations
         if plan is None:
             computed = num_positions
-            collector.add(tokens_computed=tokens)
+            self._collector.add(tokens_computed=tokens)
         else:
-            computed = self._count_restored(plan, tokens, collector)
+            computed = self._count_restored(plan, tokens)
             exact = plan.exact
             self.approximate |= isinstance(plan, BudgetPlan) or not (exact or approximations)
             if not (exact or approximations):
@@ -307,7 +311,7 @@ class SequenceState:
         ids = vars(request).get("host_ids", request.ids)  # without a copy to the host
         self.recorder.end(ids, computed, request.revocable)
         if self.reports_passages and num_positions > 1:
-            self._report_passages(plan, collector)
+            self._report_passages(plan)
         if request.text < num_positions:
             self.recorder.crop(num_positions - request.text)
             return reasons.IMAGES
@@ -323,7 +327,7 @@ class SequenceState:
             self.recorder.enabled = False
         return ""
 
-    def _count_restored(self, plan: Plan, tokens: int, collector: StatsCollector) -> int:
+    def _count_restored(self, plan: Plan, tokens: int) -> int:
         """Count the tokens of a pass that followed a plan, in all rows and without padding.
 
         Return the number of positions at the end that every layer computed.
@@ -335,7 +339,7 @@ class SequenceState:
         restored, attended = plan.restored_tokens, plan.attended_tokens
         before = min(sum(self.stored_in_pieces.values()), restored)
         computed = plan.num_positions - plan.restored_until
-        collector.add(
+        self._collector.add(
             tokens_restored=restored - before,
             tokens_recomputed=round(plan.recomputed_tokens),
             tokens_computed=tokens - restored,
@@ -343,13 +347,13 @@ class SequenceState:
         )
         return computed
 
-    def _report_passages(self, plan: Plan | None, collector: StatsCollector) -> None:
+    def _report_passages(self, plan: Plan | None) -> None:
         """Report what became of the passages so far."""
         rows = [row[pad:] for row, pad in zip(self.history.ids(), self.history.pads, strict=True)]
         if plan is not None:
             self._report.add(plan.groups, plan.base, self.history.pads)
         passages, is_joined = self._report.passage_stats(rows, self._hashers, self.segments)
-        collector.stats.passages = passages
+        self._collector.stats.passages = passages
         pieces = [] if plan is None else [piece for group in plan.groups for piece in group.pieces if not piece.exact]
         assert isinstance(self.method, Passages)
         if (ranking := self.method.ranked_by) and any(piece.scores is None for piece in pieces):
@@ -361,10 +365,10 @@ class SequenceState:
             if is_prefix_alone and not any(self._find_passages(row, 0) for row in rows):  # nor does the prefix have any
                 self.passage_reasons += (reasons.NO_PASSAGES,)
 
-    def store_piece(self, piece: Request, plan: Plan | None, collector: StatsCollector) -> None:
+    def store_piece(self, piece: Request, plan: Plan | None) -> None:
         """Store a computed piece of a longer prompt, a single row, and remove it from the history."""
         computed = piece.num_positions - (0 if plan is None else plan.restored_tokens)
-        collector.add(tokens_computed=computed)
+        self._collector.add(tokens_computed=computed)
         self.stored_in_pieces[0] = self.stored_in_pieces.get(0, 0) + computed
         self.recorder.end(piece.ids, piece.num_positions if plan is None else len(plan.computed[0]))
         self.recorder.seal()

@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -83,7 +83,10 @@ def suspend_cache(executor: Executor, cache: LayeredCache, started: float) -> Su
     readers: list[SegmentReader] = []
     try:
         if rows and executor.options.record:
-            readers, method = _readers(storage, rows), sequence.method
+            readers = [reader for row in rows if (reader := storage.disk.reader(row.id)) is not None]
+            if len(readers) < len(rows):
+                raise StoreError("a segment of the conversation cannot be read")
+            method = sequence.method
             if conversation is not None and isinstance(method, ForConversation):  # a fork has the method, but no name
                 record = conversation.record
                 if record is not None and record.fingerprint == sequence.identity.fingerprint:
@@ -130,14 +133,6 @@ def _keep_unstored(storage: Storage, row: SegmentRow, readers: Sequence[SegmentR
         storage.unstored.keep(segment, [reader for reader in readers if reader.header.position >= row.position])
     except (RuntimeError, OSError, TieredCacheError) as error:  # no memory: the next turn computes these tokens
         logger.debug("the first tokens of segment %s are not kept in memory: %r", row.id, error)
-
-
-def _readers(storage: Storage, rows: list[SegmentRow]) -> list[SegmentReader]:
-    """Return the readers of segments. Raise StoreError if one cannot be read."""
-    readers = [reader for row in rows if (reader := storage.disk.reader(row.id)) is not None]
-    if len(readers) < len(rows):
-        raise StoreError("a segment of the conversation cannot be read")
-    return readers
 
 
 def _idle(executor: Executor, sequence: SequenceState, readers: list[SegmentReader], tokens: int) -> IdleConversation:
@@ -228,7 +223,6 @@ class CacheReplay:
             keys, values = (tensor[:1, :, held] for tensor in (layer.keys, layer.values))
             first = layer.num_positions - layer.held
             self._layers.append(_FixedLayer(keys, values, first, layer.is_sliding, partial(tap.take, index)))
-        self._expected: torch.Tensor | None = None
 
     def kv(self, layer: int) -> LayerTensors:
         """See `conversations.sharing.Replay`."""
@@ -238,20 +232,19 @@ class CacheReplay:
 
     def loss(self, changed: Mapping[int, LayerTensors]) -> float:
         """See `conversations.sharing.Replay`; NaN if a prediction is not finite."""
-        expected, log_probs = self._expected_log_probs(), self._log_probs(changed)
+        expected, log_probs = self._expected_log_probs, self._log_probs(changed)
         divergence = (expected.exp() * (expected - log_probs)).sum(-1)  # [tokens]
         return float(divergence.mean())
 
+    @cached_property
     def _expected_log_probs(self) -> torch.Tensor:
-        """Return the predictions over the cache's own KV, float32 `[tokens, vocabulary]`."""
-        if self._expected is None:
-            self._expected = self._log_probs({})
-        return self._expected
+        """Predictions over the cache's own KV, float32 `[tokens, vocabulary]`."""
+        return self._log_probs({})
 
     @torch.no_grad()
     def _rotated_bias(self, layer: int) -> torch.Tensor | None:
         """Return what the stored keys of a layer lack, at each position: `[1, heads, n, dim]`. None for nothing."""
-        self._expected_log_probs()  # in this pass, the tap sees how the layer rotates
+        _ = self._expected_log_probs  # in this pass, the tap sees how the layer rotates
         fixed, like = self._layers[layer], self._layers[layer].like
         if like is None or like.bias is None:
             return None

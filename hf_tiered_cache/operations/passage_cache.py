@@ -189,7 +189,8 @@ class PassageExecutor(Executor):
         hasher = store.passage_hasher(identity.fingerprint, method.passages, self.sink, regime)
         if self._ranking_lead is not None:
             arguments = identity.fingerprint, method.geometry, store.submit, store.ttl, method.passages
-            return _InMemoryRecorder(lead_tokens, self.computed, History(hasher, pads), *arguments)
+            history = History(hasher, pads)
+            return _InMemoryRecorder(lead_tokens, self.computed, history, *arguments, collector=self.collector)
         return replace(
             super().new_recorder(identity, regime, pads),
             history=History(hasher, [pad + lead_tokens for pad in pads]),  # the lead is left out like padding
