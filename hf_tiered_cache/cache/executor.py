@@ -22,7 +22,6 @@ from .cache_state import CacheState
 from .cost_model import calibration_for, choose_strategy, recomputing, required_recompute, warn_of_slow_restore
 from .forward_pass import ForwardPass, RefiningForward, RestoringForward
 from .observed import Work, observed_ratios, renew_costs
-from .recorder import Recorder
 from .request import Request, asks_for_all, count_tokens
 from .sequence import SequenceState
 from .spot_check import RestoredRun
@@ -265,12 +264,10 @@ class Executor(CacheState):
         self, cache: LayeredCache, request: Request, sequence: SequenceState, plan: Plan | None
     ) -> ForwardPass:
         """Create the forward pass that follows a plan, or that computes all tokens if there is no plan."""
-        recorder: Recorder | None = sequence.recorder
         is_recorded = plan is None or plan.exact or sequence.method.records_approximations
         if isinstance(plan, BudgetPlan) and not is_recorded:
             is_recorded = len(plan.inexact_rows) < len(request.ids)
-        if not sequence.recorder.enabled or not is_recorded:
-            recorder = None
+        recorder = sequence.recorder if is_recorded and sequence.recorder.enabled else None
         first = request.base + (0 if plan is None else plan.restored_until)
         common = cache, self.attachment, self.collector, sequence.tables, recorder, first
         if plan is None:

@@ -153,10 +153,10 @@ class Passages(Method):
         context, selected = choice.context, []
         for group in context.groups:
             row = group.rows[0]
+            missing, row_positions = of_row(context.missing, row), of_row(positions, row)
             pieces = [context.positions_of(group, piece) for piece in group.pieces if not piece.exact]
             stored = np.concatenate([np.empty(0, np.int64), *pieces])
-            reusable = np.setdiff1d(stored[stored >= 0], of_row(context.missing, row), assume_unique=True)
-            row_positions = of_row(positions, row)
+            reusable = np.setdiff1d(stored[stored >= 0], missing, assume_unique=True)
             probe_attention = None if attention is None else attention[row]
             is_reusable = np.isin(row_positions, reusable)
             score = deviation[row, repeats(positions, row) :][is_reusable]
@@ -165,7 +165,7 @@ class Passages(Method):
                     probe_attention[row_positions[is_reusable]], probe_attention[reusable].mean()
                 )
             best = np.argsort(-score, kind="stable")[: count_of(choice.share, len(reusable))]
-            selected.append(np.union1d(of_row(context.missing, row), row_positions[is_reusable][best]))
+            selected.append(np.union1d(missing, row_positions[is_reusable][best]))
         return context.for_rows(selected)
 
     def probe_weights(self, attention: np.ndarray, mean: float) -> np.ndarray:
