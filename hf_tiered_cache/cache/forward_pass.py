@@ -309,21 +309,22 @@ class RefiningForward(RestoringForward):
     """
 
     method: Passages
+    plan: PassagesPlan
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         plan = self.plan
         assert isinstance(plan, PassagesPlan) and isinstance(self.method, Passages)
+        self.plan = plan
         self._first_narrowed = 1
-        self._choice = plan.choice
         self.selects = can_select(self.attachment.config) and shows_queries(self.attachment.model)  # `attend` runs
-        self.preview_layer = self._choice.compare_layer if self.selects else None
+        self.preview_layer = plan.compare_layer if self.selects else None
         self._previews = False  # whether this layer runs up to its attention now
         self._kv_deviation: torch.Tensor | None = None  # float32 [batch, n], KV deviation at the comparing layer
         self._attention: ProbeAttentionSum | None = None
         # positions of the sum include those in the cache, positions of a plan do not
-        if self.selects and not plan.base and self._choice.question_tokens:
-            self._attention = ProbeAttentionSum(self._choice.question_tokens)
+        if self.selects and not plan.base and plan.question_tokens:
+            self._attention = ProbeAttentionSum(plan.question_tokens)
 
     def attend(self, layer: int, call: AttentionCall) -> Attended:
         if self._attention is not None or self._previews:
@@ -349,7 +350,7 @@ class RefiningForward(RestoringForward):
         assert self._kv_deviation is not None
         attention = None if self._attention is None else self._attention.result()
         (kv_deviation,) = to_host(self._kv_deviation)
-        positions = self.method.narrow(self._choice, plan.computed[layer], kv_deviation, attention)
+        positions = self.method.narrow(plan, plan.computed[layer], kv_deviation, attention)
         plan = replace(plan, computed=plan.computed[:first] + (positions,) * (len(plan.computed) - first))
         self.plan = self.prefetch.plan = plan
         self._positions_from.clear()  # keyed by arrays of the old plan

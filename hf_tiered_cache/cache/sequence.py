@@ -18,7 +18,7 @@ from ..passages.report import PassageReport
 from ..patches.attach import Attachment
 from ..patches.rope import TableCache
 from ..restore.hashes import History, PassageHasher
-from ..restore.plan import BudgetPlan, PassagesPlan, Plan, RowBudget
+from ..restore.plan import BudgetPlan, Plan, RowBudget
 from ..restore.rows import PlanContext, RowGroup, SegmentSlice
 from ..store import EXACT
 from ..store.codecs import codec_in, coded_provenance
@@ -86,10 +86,6 @@ class SequenceState:
         """History of the tokens."""
         return self.recorder.history
 
-    @property
-    def _collector(self) -> StatsCollector:
-        return self.recorder.collector
-
     # --- before a pass
 
     def seconds_to_compute(self, tokens: int) -> float | None:
@@ -101,7 +97,7 @@ class SequenceState:
 
     def plan(self, request: Request, whole: bool = False) -> Plan | None:
         """Return the plan of a pass, or None if it restores nothing. `whole` restores the match without a budget."""
-        with self._collector.timing("match_seconds"):
+        with self.recorder.collector.timing("match_seconds"):
             groups, restorable = self._look_up(request.host_ids)
             has_pieces = any(group.pieces for group in groups)
             plan = self._plan_restore(request, groups, restorable, whole) if has_pieces else None
@@ -151,10 +147,10 @@ class SequenceState:
         may_select = self.selects and not whole
         if may_select and isinstance(method, BudgetMethod) and (budgets := method.budgets(context)) is not None:
             plan: Plan = self._plan_within(context, method, budgets)
+        elif isinstance(method, Passages):
+            plan = method.plan(context)
         else:
-            common = base, num_positions, method.positions_to_compute(context), groups
-            choice = method.deferred_choice(context) if isinstance(method, Passages) else None
-            plan = Plan(*common) if choice is None else PassagesPlan(*common, choice)
+            plan = Plan(base, num_positions, method.positions_to_compute(context), groups)
         if plan.computed[-1].shape[-1] < num_positions or plan.restored_tokens:
             return plan
         if any(not piece.exact for group in groups for piece in group.pieces):
@@ -298,7 +294,7 @@ class SequenceState:
         approximations = self.method.records_approximations
         if plan is None:
             computed = num_positions
-            self._collector.add(tokens_computed=tokens)
+            self.recorder.collector.add(tokens_computed=tokens)
         else:
             computed = self._count_restored(plan, tokens)
             exact = plan.exact
@@ -339,7 +335,7 @@ class SequenceState:
         restored, attended = plan.restored_tokens, plan.attended_tokens
         before = min(sum(self.stored_in_pieces.values()), restored)
         computed = plan.num_positions - plan.restored_until
-        self._collector.add(
+        self.recorder.collector.add(
             tokens_restored=restored - before,
             tokens_recomputed=round(plan.recomputed_tokens),
             tokens_computed=tokens - restored,
@@ -353,7 +349,7 @@ class SequenceState:
         if plan is not None:
             self._report.add(plan.groups, plan.base, self.history.pads)
         passages, is_joined = self._report.passage_stats(rows, self._hashers, self.segments)
-        self._collector.stats.passages = passages
+        self.recorder.collector.stats.passages = passages
         pieces = [] if plan is None else [piece for group in plan.groups for piece in group.pieces if not piece.exact]
         assert isinstance(self.method, Passages)
         if (ranking := self.method.ranked_by) and any(piece.scores is None for piece in pieces):
@@ -368,7 +364,7 @@ class SequenceState:
     def store_piece(self, piece: Request, plan: Plan | None) -> None:
         """Store a computed piece of a longer prompt, a single row, and remove it from the history."""
         computed = piece.num_positions - (0 if plan is None else plan.restored_tokens)
-        self._collector.add(tokens_computed=computed)
+        self.recorder.collector.add(tokens_computed=computed)
         self.stored_in_pieces[0] = self.stored_in_pieces.get(0, 0) + computed
         self.recorder.end(piece.ids, piece.num_positions if plan is None else len(plan.computed[0]))
         self.recorder.seal()

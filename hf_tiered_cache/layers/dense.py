@@ -144,7 +144,7 @@ class DenseSource(KVBuffer, CacheLayerMixin):
         """Combine restored and computed positions, and return the keys and values that queries may see."""
         plan = restoring.plan
         first = max(0, plan.first_position(self.window)) if self.window else 0
-        may_preview = isinstance(plan, PassagesPlan) and plan.choice.compare_layer == self.index
+        may_preview = isinstance(plan, PassagesPlan) and plan.compare_layer == self.index
         is_filled = may_preview and not self._announced.scattered  # by the preview
         if is_filled:
             keys, values = (tensor[:, :, tensor.shape[2] - (plan.num_positions - first) :] for tensor in self._views())

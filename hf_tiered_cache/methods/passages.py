@@ -14,7 +14,7 @@ import torch
 from ..errors import ConfigError, UnsupportedModelError, unknown_name
 from ..passages.ranking import RANKED_IN_CONTEXT, RANKINGS, Ranking, kv_deviation
 from ..passages.recompute import ProbeAttention
-from ..restore.plan import DeferredChoice
+from ..restore.plan import PassagesPlan, Plan
 from ..restore.rows import PlanContext, Positions, SegmentSlice, of_row, repeats
 from ..store.codecs import coded_provenance
 from ..store.format import passage_provenance
@@ -53,7 +53,7 @@ class Passages(Method):
     lead: int = 256
 
     question = 0
-    """Maximum number of tokens of a row's query probe, see `DeferredChoice`; 0 for none."""
+    """Maximum number of tokens of a row's query probe, see `PassagesPlan`; 0 for none."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -124,12 +124,13 @@ class Passages(Method):
         selected = (self._selected_positions(context),) * wide_layers
         return selected + (context.missing,) * (context.layers - wide_layers)
 
-    def deferred_choice(self, context: PlanContext) -> DeferredChoice | None:
-        """Return the choice that a plan defers to the pass, or None if there is none, as in an exact plan."""
+    def plan(self, context: PlanContext) -> Plan:
+        """Return the plan of a pass. The pass itself completes it if KV is compared, unless all KV is exact."""
+        common = context.base, context.num_positions, self.positions_to_compute(context), context.groups
         narrowing = self.narrowing(context.layers)
         if narrowing is None or np.array_equal(context.inexact, context.missing):
-            return None
-        return DeferredChoice(context, *narrowing, _question_tokens(context, self.question))
+            return Plan(*common)
+        return PassagesPlan(*common, context, *narrowing, _question_tokens(context, self.question))
 
     def kv_deviation(self, stored: LayerTensors, computed: LayerTensors) -> torch.Tensor:
         """Return the deviation of computed from stored KV, `[batch, heads, n, dim]` each: float32 `[batch, n]`."""
@@ -137,7 +138,7 @@ class Passages(Method):
 
     def narrow(
         self,
-        choice: DeferredChoice,
+        plan: PassagesPlan,
         positions: Positions,
         deviation: np.ndarray,
         attention: ProbeAttention | None,
@@ -145,12 +146,12 @@ class Passages(Method):
         """Return the positions that are computed after the comparison. The share is selected in each row.
 
         Args:
-            choice: What is decided.
+            plan: Plan that the pass completes.
             positions: Positions computed so far, n per row.
             deviation: KV deviation of these positions, float `[rows, n]`; undefined where nothing is stored.
             attention: Attention of each row's query probe in the layers so far, or None if it is not available.
         """
-        context, selected = choice.context, []
+        context, selected = plan.context, []
         for group in context.groups:
             row = group.rows[0]
             missing, row_positions = of_row(context.missing, row), of_row(positions, row)
@@ -164,7 +165,7 @@ class Passages(Method):
                 score = score * self.probe_weights(
                     probe_attention[row_positions[is_reusable]], probe_attention[reusable].mean()
                 )
-            best = np.argsort(-score, kind="stable")[: count_of(choice.share, len(reusable))]
+            best = np.argsort(-score, kind="stable")[: count_of(plan.share, len(reusable))]
             selected.append(np.union1d(missing, row_positions[is_reusable][best]))
         return context.for_rows(selected)
 

@@ -296,35 +296,8 @@ class PassagesPlan(Plan):
     """Plan for passages that the pass itself completes: it compares stored with computed KV, and computes the rest.
 
     Args:
-        base, num_positions, computed, groups: See `Plan`.
-        choice: What the pass decides. The positions in `computed` shrink with the decision.
-    """
-
-    choice: DeferredChoice
-
-    @cached_property
-    def suffix(self) -> int | None:
-        return None
-
-    def first_position(self, window: int) -> int:
-        return max(-self.base, int(self.choice.context.inexact.min()) - (window - 1)) if window else -self.base
-
-    def restores_alike(self, layers: Sequence[int]) -> bool:
-        return self.choice.compare_layer not in layers
-
-    def _needed_tokens(self, window: int, layers: tuple[int, ...], group: RowGroup, piece: SegmentSlice) -> np.ndarray:
-        if piece.exact or self.choice.compare_layer not in layers:
-            return super()._needed_tokens(window, layers, group, piece)
-        start = piece.at + group.pad - self.base - piece.first  # position of the segment's first token
-        return np.arange(max(piece.first, max(0, self.first_position(window)) - start), piece.first + piece.count)
-
-
-@dataclass(frozen=True, eq=False)
-class DeferredChoice:
-    """Choice of the passages' tokens to compute, which is made during the pass.
-
-    Args:
-        context: Input of the plan: the choice is between `context.inexact` and `context.missing`.
+        base, num_positions, computed, groups: See `Plan`. The positions in `computed` shrink with the decision.
+        context: Input of the plan: the decision is between `context.inexact` and `context.missing`.
         compare_layer: Layer at which stored KV is compared with computed KV. It needs the stored KV of tokens that it
             computes, too.
         share: Share of the passages' tokens that is computed from there on, or from the next layer on.
@@ -336,3 +309,19 @@ class DeferredChoice:
     compare_layer: int
     share: float
     question_tokens: tuple[int, ...] = ()
+
+    @cached_property
+    def suffix(self) -> int | None:
+        return None
+
+    def first_position(self, window: int) -> int:
+        return max(-self.base, int(self.context.inexact.min()) - (window - 1)) if window else -self.base
+
+    def restores_alike(self, layers: Sequence[int]) -> bool:
+        return self.compare_layer not in layers
+
+    def _needed_tokens(self, window: int, layers: tuple[int, ...], group: RowGroup, piece: SegmentSlice) -> np.ndarray:
+        if piece.exact or self.compare_layer not in layers:
+            return super()._needed_tokens(window, layers, group, piece)
+        start = piece.at + group.pad - self.base - piece.first  # position of the segment's first token
+        return np.arange(max(piece.first, max(0, self.first_position(window)) - start), piece.first + piece.count)

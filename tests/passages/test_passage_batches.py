@@ -17,7 +17,7 @@ from test_query_probe import LAYERS, NARROW_AT, Noting, Replacing, stored_kv
 
 from eval.baselines import Recompute
 from hf_tiered_cache import TieredCache
-from hf_tiered_cache.restore.plan import DeferredChoice, Plan
+from hf_tiered_cache.restore.plan import PassagesPlan, Plan
 from hf_tiered_cache.restore.rows import (
     PlanContext,
     RowGroup,
@@ -292,20 +292,20 @@ def test_each_row_goes_on_by_what_has_moved_in_it():
     context = PlanContext(0, 24, 0, 1, 4, groups)
     least = side_by_side([np.arange(20, 24), np.r_[0, 1, 18:24]])
     assert np.array_equal(context.inexact, np.arange(24)) and np.array_equal(context.missing, least)
-    choice = DeferredChoice(context, 1, 0.1)
+    plan = PassagesPlan(0, 24, (np.arange(24),) * 4, groups, context, 1, 0.1)
     deviation = np.zeros((2, 24), np.float32)
     deviation[0, [3, 5]], deviation[1, [11, 17]] = 1, [1, 2]
-    columns = blend(0.1).narrow(choice, np.arange(24), deviation, None)
+    columns = blend(0.1).narrow(plan, np.arange(24), deviation, None)
     assert of_row(columns, 0).tolist() == [3, 5, 20, 21, 22, 23]
     assert of_row(columns, 1).tolist() == [0, 1, 17, *range(18, 24)]
     attention = [None, np.where(np.arange(24) == 11, 9.0, 1.0)]
-    columns = tune(0.1).narrow(choice, np.arange(24), deviation, attention)
+    columns = tune(0.1).narrow(plan, np.arange(24), deviation, attention)
     assert of_row(columns, 1).tolist() == [0, 1, 11, *range(18, 24)]
     # what was computed up to there begins with a repeated token of a passage, which is chosen once
     positions = side_by_side([np.r_[3, 5:24], np.r_[0:24]])
     deviation = np.zeros((2, 24), np.float32)
     deviation[0, [0, 1, 2, 3, 4, 5]] = 9, 9, 9, 9, 9, 1  # columns 3, four times in front of itself, and 5
-    columns = blend(0.1).narrow(choice, positions, deviation, None)
+    columns = blend(0.1).narrow(plan, positions, deviation, None)
     assert of_row(columns, 0).tolist() == [3, 5, 20, 21, 22, 23]
 
 

@@ -35,8 +35,8 @@ class Noting(CacheTune):
         self.__dict__.update(first=positions[0])
         return positions
 
-    def narrow(self, choice, columns, deviation, attention):
-        chosen_columns = super().narrow(choice, columns, deviation, attention)
+    def narrow(self, plan, columns, deviation, attention):
+        chosen_columns = super().narrow(plan, columns, deviation, attention)
         self.__dict__.update(chosen=chosen_columns, attention=attention)
         return chosen_columns
 
