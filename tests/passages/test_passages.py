@@ -610,6 +610,29 @@ def test_a_heading_that_a_thousand_passages_have_costs_no_time(monkeypatch):
     assert len(seeds(hasher.scan(tokens)).at) <= 6 * 32 + 2 * 4
 
 
+def test_the_catalogue_is_asked_once_for_a_prompt_unless_it_has_changed():
+    hasher, random = PassageHasher(("model", "passage", "")), np.random.default_rng(0)
+    passages = [random.integers(0, 1000, 64) for _ in range(4)]
+    listed = Listed([row_of(hasher, passage) for passage in passages[:3]])
+    seeds, hashes = PassageIndex(listed).seeds, hasher.scan(np.concatenate(passages))
+
+    def found():
+        listed.asked = 0
+        return {row.id for row in seeds(hashes).rows}, listed.asked
+
+    found()
+    assert found() == (set(listed.rows), 1)
+    new = row_of(hasher, passages[3])
+    listed.rows[new.id] = new
+    assert found() == (set(listed.rows), 2)
+    deleted = next(iter(listed.rows))
+    listed.numbers = {name: number for number, name in enumerate(listed.rows, start=1)}
+    del listed.rows[deleted]
+    assert found() == (set(listed.rows), 2) and found() == (set(listed.rows), 1)
+    listed.generation += 1
+    assert found()[0] == set(listed.rows)
+
+
 words = st.lists(st.integers(0, 2), min_size=16, max_size=80)
 
 
@@ -666,10 +689,13 @@ class Listed:
 
     def __init__(self, rows):
         self.index, self.rows = self, {row.id: row for row in rows}
+        self.numbers, self.generation, self.asked = {}, 0, 0
 
     def passages(self, number, ids):
-        new = [(i, row.id, row.scan) for i, row in enumerate(self.rows.values(), start=1) if i > number]
-        return 0, new, [self.rows[name] for name in ids if name in self.rows]
+        self.asked += 1
+        numbered = [(self.numbers.get(row.id, i), row) for i, row in enumerate(self.rows.values(), start=1)]
+        new = [(i, row.id, row.scan) for i, row in numbered if i > number]
+        return self.generation, new, [self.rows[name] for name in ids if name in self.rows]
 
     def is_hidden(self, segment_id):
         return False
