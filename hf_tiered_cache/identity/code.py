@@ -44,9 +44,9 @@ class CodeDescription(FunctionDescription):
         if described is None:
             described = self._members[kind] = set()
             self.words.append(" ".join(f"{base.__module__}.{base.__qualname__}" for base in bases))
+            self.watch.slot(kind, "__mro__")  # a class gets another one if the bases of any of its bases change
             for base in bases:
-                self.watch.size(base.__dict__)
-                self.watch.slot(base, "__bases__")
+                self.watch.members(base)
                 if origin_of_class(base) == USER:
                     self._user_classes[kind] = location
                     pending |= self._add_own_members(base) - uncalled(kind) - {"__hash__"}
@@ -64,7 +64,8 @@ class CodeDescription(FunctionDescription):
             for base in bases:
                 origin = origin_of_class(base)
                 for name in sorted(pending & base.__dict__.keys()):
-                    self.watch.member(base, name)
+                    if not self.watch.member(base, name):
+                        continue
                     self.words.append(f"{base.__qualname__}.{name}")
                     member = base.__dict__[name]
                     self._refer(f"{location}.{name}", member, origin)

@@ -202,9 +202,9 @@ class FunctionDescription(Description):
         elif origin == USER:
             self.origins.add(USER)
             self._add_state(location, function, function.__dict__)
-        for value in function.__defaults__ or ():
+        for value in (code.co_argcount and function.__defaults__) or ():  # without parameters, they have no effect
             self._refer(location, value, origin)
-        keywords = function.__kwdefaults__ or {}
+        keywords = (code.co_kwonlyargcount and function.__kwdefaults__) or {}
         for name, value in keywords.items():
             self.watch.item(keywords, name)
             self.words.append(name)

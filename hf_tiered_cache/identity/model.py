@@ -30,11 +30,11 @@ from .watch import (
     Places,
     Watch,
     active_adapters,
+    draws_in_training,
     frequencies_in_use,
     is_tuner,
     merged_adapters,
     names_passes_replace,
-    trains,
     varying_kinds,
 )
 
@@ -80,9 +80,10 @@ class ModelDescription(RunnerDescription):
 
     def _add_model(self, model: PreTrainedModel) -> None:
         for name in _GLOBAL_HOOKS:
+            self.watch.inner(vars(torch_module), name)
             self.add_hooks("all modules", getattr(torch_module, name))
         for kind in (torch.Tensor, nn.Parameter):
-            self.watch.size(kind.__dict__)
+            self.watch.members(kind)
             self._depth = LEAF
             self._guard(self.add_members, kind.__name__, kind, frozenset(kind.__dict__))
             self._depth = 0
@@ -136,8 +137,11 @@ class ModelDescription(RunnerDescription):
             inner_idle = frozenset(names - set(active_adapters(module)))
         self.words.append(f"{kind.__module__}.{kind.__qualname__}")
         self._guard(self.add_members, location or kind.__name__, kind, _CALLED)
-        self._trains |= trains(module)
-        if module.training and "training" in self._members.get(kind, NOTHING):
+        is_random, reads_mode = draws_in_training(module), "training" in self._members.get(kind, NOTHING)
+        if is_random or reads_mode:
+            self.watch.item(module.__dict__, "training")
+        self._trains |= is_random and module.training
+        if reads_mode and module.training:
             self._in_training = True
             self.words.append("training")
         self.ignore(location or kind.__name__, module.__dict__, "training")
@@ -145,7 +149,8 @@ class ModelDescription(RunnerDescription):
         replaced = names_passes_replace(kinds)
         self._add_attributes(location, module, inner_idle, replaced)
         for parts in (module._parameters, module._buffers, module._modules):
-            self.watch.content(parts)  # including the order, which matters for a list of modules
+            if parts:
+                self.watch.content(parts)  # including the order, which matters for a list of modules
             is_ordered = parts is module._modules or origin_of_class(kind) == USER
             for name, part in parts.items() if is_ordered else sorted(parts.items()):  # PEFT registers some again
                 if name in idle or name in replaced or not self.watch.item(parts, name):
@@ -253,7 +258,7 @@ class ModelDescription(RunnerDescription):
             self.add_members(location, type(config), NOTHING, special=False)
         state = {"model_type": type(config).model_type} | config.__dict__  # one that was saved has this setting itself
         for base in type(config).__mro__:
-            self.watch.size(base.__dict__)
+            self.watch.members(base)
             for name, value in base.__dict__.items():
                 if type(value) in PLAIN and not (name.startswith("_") or name in IRRELEVANT or name in config.__dict__):
                     self.watch.member(base, name)
@@ -315,7 +320,7 @@ class ModelDescription(RunnerDescription):
         self.watch.item(registry.__dict__, "_local_mapping")
         self._add_state(location, registry, registry.__dict__, frozenset({"_local_mapping"}))
         for kind in type(registry).__mro__:
-            self.watch.size(kind.__dict__)
+            self.watch.members(kind)
             for name in sorted(_LOOKUPS & kind.__dict__.keys()):
                 self.watch.member(kind, name)
                 self.add(f"{location}.{name}", kind.__dict__[name])

@@ -28,7 +28,7 @@ _OURS = "hf_tiered_cache"
 _OBSERVERS = frozenset({"accelerate", "transformers"})  # packages with hooks that only move or observe tensors
 _MOVERS = frozenset({"ModelHook", "SequentialHook", "AlignDevicesHook", "CpuOffload"})
 """Hooks of accelerate that only move tensors."""
-_WATCHED = frozenset({*_HOOKS, *METHODS, "_parameters", "_buffers", "_modules", "training", "_hf_hook", "_old_forward"})
+_WATCHED = frozenset({*METHODS, "_hf_hook", "_old_forward"})
 
 
 class RunnerDescription(CodeDescription):
@@ -41,6 +41,8 @@ class RunnerDescription(CodeDescription):
     def add_runners(self, location: str, module: nn.Module) -> None:
         """Watch and describe the hooks of a module and the replacements of its methods."""
         self.watch.state_of(module)
+        for name in (*_HOOKS, "_parameters", "_buffers", "_modules"):
+            self.watch.inner(module.__dict__, name)
         for name in _WATCHED & module.__dict__.keys():  # an added attribute changes the size of the dictionary
             self.watch.item(module.__dict__, name)
         for name in _HOOKS:
@@ -49,7 +51,6 @@ class RunnerDescription(CodeDescription):
             self._add_method(location, module, name)
 
     def add_hooks(self, location: str, hooks: dict[int, Callable[..., Any]]) -> None:
-        self.watch.size(hooks)
         for key, hook in list(hooks.items()):  # passes in other threads add and remove their own
             self.watch.item(hooks, key)
             home = home_of(hook)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache, partial
 from itertools import chain
-from operator import is_
-from types import CellType, FunctionType, MappingProxyType
+from operator import attrgetter, is_
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -23,18 +24,21 @@ HARMLESS_MODES: tuple[type, ...] = (
     getattr(flop_counter, "_FlopCounterMode", flop_counter.FlopCounterMode),
 )
 """PyTorch modes that only set the device of new tensors or count operations."""
-_members: Any = MappingProxyType.get
 Places = dict[tuple[int, Any], tuple[dict[Any, Any], Any]]
 """Items of dictionaries: (id of the dictionary, key) -> (the dictionary, the value when it was described)."""
+_Reads = dict[Callable[..., Any], dict[tuple[int, Any], tuple[Any, ...]]]
+"""Places by the function that reads them, and each place by the id of an object, and a key if there are several."""
+_content_of = attrgetter("cell_contents")
+_is_filled: Callable[[CellType], bool] = CellType().__ne__  # an empty cell equals other empty ones only
 
 
 class Watch:
     """Objects that a description was made from, by the places where they were found.
 
-    A place is an item of a dictionary, a member of a class, the type or the `__dict__` of an object, the code of a
-    function, the content of a closure cell, or the items of a container. `holds` compares all places by identity, in
-    loops that run in C. The watch keeps references to the objects, so that no new object reuses the address of an old
-    one.
+    A place is an item of a dictionary, a member of a class, the type or an attribute of an object, the content of a
+    closure cell, or the items or the number of items of a container. `holds` compares the objects in all places by
+    identity, in loops that run in C. A place with nothing in it, such as an empty dictionary, must only stay empty. The
+    watch keeps references to the objects, so that no new object reuses the address of an old one.
 
     Args:
         unsteady: Items of dictionaries that change at every pass, which are not watched.
@@ -42,53 +46,74 @@ class Watch:
 
     def __init__(self, unsteady: Places | None = None) -> None:
         self._unsteady = unsteady or {}
-        self._items: dict[tuple[int, Any], tuple[dict[Any, Any], Any, Any]] = {}
-        self._class_members: dict[tuple[type, str], tuple[Mapping[str, Any], str, Any]] = {}
-        self._objects: dict[int, Any] = {}
-        self._cells: dict[int, CellType] = {}
-        self._slots: dict[tuple[int, str], tuple[Any, str, Any]] = {}
+        self._values: _Reads = {dict.get: {}, getattr: {}, type: {}, _content_of: {}}  # of a value, and arguments
+        self._empty: _Reads = {dict.get: {}, dict.__contains__: {}, getattr: {}, _is_filled: {}}  # of arguments
         self._sized: dict[int, Any] = {}
         self._containers: dict[int, Any] = {}
-        self._odd_containers: dict[int, tuple[Any, Any]] = {}  # and the types that they are subclasses of
 
     # --- adding places
 
     def item(self, container: dict[Any, Any], key: Any) -> bool:
-        """Watch the value of a key in a dictionary; a missing key counts as None.
+        """Watch the value of a key in a dictionary, or that there is none.
 
         Returns:
             Whether the value is part of the description: unsteady ones are not.
         """
-        if (id(container), key) in self._unsteady:
+        place = id(container), key
+        if place in self._unsteady:
             return False
-        self._items.setdefault((id(container), key), (container, key, dict.get(container, key)))
+        if dict.__contains__(container, key):
+            self._values[dict.get].setdefault(place, (dict.get(container, key), container, key))
+        else:
+            self._empty[dict.__contains__][place] = container, key
         return True
 
-    def member(self, kind: type, name: str) -> None:
-        """Watch a member of a class itself, without its bases."""
-        self._class_members.setdefault((kind, name), (kind.__dict__, name, kind.__dict__.get(name)))
+    def member(self, kind: type, name: str) -> bool:
+        """Watch a member of a class itself, without its bases, like an item."""
+        return self.item(_members(kind), name)
+
+    def members(self, kind: type) -> None:
+        """Watch the number of members of a class itself."""
+        self.size(_members(kind))
 
     def type_of(self, value: Any) -> None:
         """Watch the type of an object."""
-        self._objects[id(value)] = value
+        self._values[type].setdefault((id(value), ""), (type(value), value))
 
     def state_of(self, value: Any) -> None:
-        """Watch the identity and size of the `__dict__` of an object."""
-        self.slot(value, "__dict__")
-        self.size(value.__dict__)
+        """Watch the identity and size of the `__dict__` of an object, or that it is empty."""
+        if value.__dict__:
+            self.slot(value, "__dict__")
+            self.size(value.__dict__)
+        else:
+            self._empty[getattr][id(value), "__dict__"] = value, "__dict__"
+
+    def inner(self, state: dict[str, Any], name: str) -> None:
+        """Watch the identity and size of a dictionary within another one, or that it is empty."""
+        if state[name]:
+            self.item(state, name)
+            self.size(state[name])
+        else:
+            self._empty[dict.get][id(state), name] = state, name
 
     def function(self, function: FunctionType) -> None:
-        """Watch the code and the defaults of a function."""
-        for name in ("__code__", "__defaults__", "__kwdefaults__"):
-            self.slot(function, name)
+        """Watch the code of a function, and the defaults of its parameters, if it has any."""
+        self.slot(function, "__code__")
+        if function.__code__.co_argcount:
+            self.slot(function, "__defaults__")
+        if function.__code__.co_kwonlyargcount:
+            self.slot(function, "__kwdefaults__")
 
     def cell(self, cell: CellType) -> None:
         """Watch the content of a closure cell."""
-        self._cells[id(cell)] = cell
+        if _is_filled(cell):
+            self._values[_content_of].setdefault((id(cell), ""), (cell.cell_contents, cell))
+        else:
+            self._empty[_is_filled][id(cell), ""] = (cell,)
 
     def slot(self, value: Any, name: str) -> None:
         """Watch an attribute of an object that is not in its `__dict__`, such as one in its `__slots__`."""
-        self._slots.setdefault((id(value), name), (value, name, getattr(value, name)))
+        self._values[getattr].setdefault((id(value), name), (getattr(value, name), value, name))
 
     def size(self, container: Any) -> None:
         """Watch the number of items in a container."""
@@ -96,62 +121,64 @@ class Watch:
 
     def content(self, container: Any, kind: Any = None) -> None:
         """Watch the items of a list, a set or another container, which is an instance of the built-in type `kind`."""
-        own = type(container)
+        own, place = type(container), id(container)
         if kind is not None and (own.__iter__ is not kind.__iter__ or own.__len__ is not kind.__len__):
-            self._odd_containers[id(container)] = container, kind
-        else:
-            self.size(container)
-            self._containers[id(container)] = container
+            container = self._containers.get(place) or _BuiltIn(container, kind)
+        self.size(container)
+        self._containers[place] = container
 
     def complete(self) -> None:
         """Record the objects in all places, which `holds` compares with later ones."""
-        keyed = [list(places.values()) for places in (self._items, self._class_members, self._slots)]
-        self._keyed = [([holder for holder, _, _ in places], [key for _, key, _ in places]) for places in keyed]
-        self._container_list = list(filter(len, self._containers.values()))  # for empty ones the size is sufficient
+        columns = [(read, list(zip(*places.values(), strict=True))) for read, places in self._values.items() if places]
+        self._reads = [(read, arguments) for read, (_, *arguments) in columns]
+        self._empty_reads = [(read, list(zip(*places.values(), strict=True))) for read, places in self._empty.items()]
         self._sizes = list(map(len, self._sized.values()))
-        self._values = [[value for *_, value in places] for places in keyed] + list(map(list, self._without_key()))
-
-    def _without_key(self) -> tuple[Iterator[Any], ...]:
-        """Return the current objects of each kind of place that has no key."""
-        return (
-            map(type, self._objects.values()),
-            chain.from_iterable(self._container_list),
-            chain.from_iterable((*kind.__iter__(value), _EMPTY) for value, kind in self._odd_containers.values()),
-            _cell_contents(self._cells.values()),
-        )
+        self._filled_containers = list(filter(len, self._containers.values()))  # for others the size is sufficient
+        values = chain.from_iterable(values for _, (values, *_) in columns)
+        self._recorded = [*values, *chain.from_iterable(self._filled_containers)]
 
     # --- comparing
 
     def holds(self) -> bool:
         """Return whether every place still holds the same object."""
-        keyed = (map(get, *places) for get, places in zip((dict.get, _members, getattr), self._keyed, strict=True))
-        current = chain(keyed, self._without_key())
+        values = chain.from_iterable(map(read, *arguments) for read, arguments in self._reads)
+        empty = chain.from_iterable(map(read, *arguments) for read, arguments in self._empty_reads if arguments)
         try:
-            return list(map(len, self._sized.values())) == self._sizes and all(
-                all(map(is_, before, now)) for before, now in zip(self._values, current, strict=True)
+            return (
+                list(map(len, self._sized.values())) == self._sizes
+                and not any(empty)
+                and all(map(is_, self._recorded, chain(values, chain.from_iterable(self._filled_containers))))
             )
-        except (AttributeError, RuntimeError):  # an attribute was deleted, or a container changed during the comparison
+        except Exception:  # an attribute was deleted, a container changed meanwhile, or what took its place raises
             return False
 
     def changed(self) -> Places:
         """Return the items of dictionaries that have another value now."""
-        places = zip(*self._keyed[0], self._values[0], strict=True)
+        absent = {place: (None, *arguments) for place, arguments in self._empty[dict.__contains__].items()}
         return {
-            (id(container), key): (container, value)
-            for container, key, value in places
+            place: (container, value)
+            for place, (value, container, key) in (self._values[dict.get] | absent).items()
             if dict.get(container, key) is not value
         }
 
 
-_EMPTY = object()
+class _BuiltIn:
+    """Container as the instance of a built-in type, although its class has other methods."""
+
+    def __init__(self, container: Any, kind: Any) -> None:
+        self._container, self._kind = container, kind
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._kind.__iter__(self._container))
+
+    def __len__(self) -> int:
+        return int(self._kind.__len__(self._container))
 
 
-def _cell_contents(cells: Iterable[CellType]) -> Iterator[Any]:
-    for cell in cells:
-        try:
-            yield cell.cell_contents
-        except ValueError:  # the cell is empty
-            yield _EMPTY
+def _members(kind: type) -> dict[str, Any]:
+    """Return the dictionary of a class, which `__dict__` returns a new proxy of."""
+    members: dict[str, Any] = gc.get_referents(kind.__dict__)[0]
+    return members
 
 
 # --- settings of PyTorch
@@ -270,10 +297,8 @@ def _changed_kernel(num_kernels: int) -> str:
 # --- training mode
 
 
-def trains(module: nn.Module) -> bool:
-    """Return whether a module of torch or transformers is in training mode and computes different results therefore."""
-    if not module.training:
-        return False
+def draws_in_training(module: nn.Module) -> bool:
+    """Return whether a module of torch or transformers computes different results in training mode."""
     if isinstance(module, PreTrainedModel | nn.modules.batchnorm._NormBase | nn.RReLU):
         return True
     rates = (value for name, value in module.__dict__.items() if "drop" in name or "jitter" in name or name == "p")
