@@ -31,8 +31,7 @@ from transformers import PreTrainedConfig
 from ..errors import UnsupportedModelError
 from ..patches.replacement import Replacement
 from .origin import INSTALLED, USER, file_digest, origin_of_class, origin_of_module
-from .state import PARTS, slots_of, state_of
-from .watch import Watch
+from .watch import PARTS, Watch, slots_of, state_of
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...), type(NotImplemented), range)
 PLAIN_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)

@@ -22,10 +22,8 @@ from .code import CodeDescription
 from .description import PLAIN, Undescribable, cached_functions
 from .functions import Statics
 from .model import ModelDescription, unpaged
-from .names import IRRELEVANT
-from .origin import USER, origin_of
-from .watch import (
-    Places,
+from .origin import IRRELEVANT, USER, origin_of
+from .settings import (
     active_adapters,
     active_mode,
     adapter_state,
@@ -35,6 +33,7 @@ from .watch import (
     rows_have_adapters,
     varying_rope,
 )
+from .watch import Places
 from .weights import WeightDigests
 
 _FOLLOWING = frozenset({"weights", "modules"})

@@ -35,8 +35,8 @@ from .description import (
     Description,
     Undescribable,
 )
-from .names import DRAWING, impure_part
 from .origin import (
+    DRAWING,
     ENVIRONMENT,
     INSTALLED,
     PYTHON,
@@ -46,6 +46,7 @@ from .origin import (
     compiled_from,
     file_digest,
     home_of,
+    impure_part,
     origin_of,
     origin_of_class,
     origin_of_module,

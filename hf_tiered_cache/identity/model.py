@@ -20,15 +20,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..errors import UnsupportedModelError
 from ..patches.layers import offloaded
 from ..patches.replacement import ADDED, Replacement
-from .code import CodeDescription
+from .code import METHODS, CodeDescription, RunnerDescription
 from .description import PLAIN, Undescribable
 from .functions import LEAF, NOTHING, Statics
-from .names import ADAPTER_STATE, IRRELEVANT, UNRELATED
-from .origin import PYTHON, TRUSTED, USER, home_of, origin_of_class
-from .runners import METHODS, RunnerDescription
-from .watch import (
-    Places,
-    Watch,
+from .origin import ADAPTER_STATE, IRRELEVANT, PYTHON, TRUSTED, UNRELATED, USER, home_of, origin_of_class
+from .settings import (
     active_adapters,
     draws_in_training,
     frequencies_in_use,
@@ -37,6 +33,7 @@ from .watch import (
     names_passes_replace,
     varying_kinds,
 )
+from .watch import Places, Watch
 
 _DESCRIBED_OTHERWISE = frozenset({"_hf_hook", "_old_forward", "_hf_tiered_cache", *ADDED, *METHODS})
 _GLOBAL_HOOKS = ("_global_forward_pre_hooks", "_global_forward_hooks")

@@ -14,7 +14,7 @@ from thorough import pairs
 
 from hf_tiered_cache import ConfigError, KVStore, TieredCache, reasons
 from hf_tiered_cache.cache.spot_check import SpotChecks
-from hf_tiered_cache.identity import watch
+from hf_tiered_cache.identity import settings
 
 IDS = prompt(200)
 GREEDY = {"do_sample": False, "max_new_tokens": 3}
@@ -25,7 +25,7 @@ def other_operator(monkeypatch):
     """Replace an operator, as an extension does below Python, where nothing shows it. Undone at the end."""
     library = torch.library.Library("aten", "IMPL")
     library.impl("silu", lambda x: x * torch.sigmoid(x) * 1.5, "CPU")
-    monkeypatch.setattr(watch, "_changed_kernel", lru_cache(lambda num_kernels: ""))
+    monkeypatch.setattr(settings, "_changed_kernel", lru_cache(lambda num_kernels: ""))
     yield
     library._destroy()
 

@@ -23,7 +23,7 @@ from transformers import DynamicCache
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.cache.forward_pass import ForwardPass
 from hf_tiered_cache.conversations.distances import AttentionDistances, SampledPass
-from hf_tiered_cache.identity import watch
+from hf_tiered_cache.identity import settings
 from hf_tiered_cache.methods import Exact
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
@@ -33,7 +33,7 @@ from steps import Operations
 @pytest.fixture(autouse=True)
 def counting_changes_nothing(monkeypatch):
     """Allow the counting mode, which would change the identity of the model if it were the user's."""
-    monkeypatch.setattr(watch, "HARMLESS_MODES", (*watch.HARMLESS_MODES, Operations))
+    monkeypatch.setattr(settings, "HARMLESS_MODES", (*settings.HARMLESS_MODES, Operations))
 
 
 ALL = {"interval": 1, "prompt_interval": 1, "prompt_rows": 1 << 30}

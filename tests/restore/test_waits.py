@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import hf_tiered_cache
 from eval.baselines import H2O
 from hf_tiered_cache import KVStore, TieredCache
-from hf_tiered_cache.identity import watch
+from hf_tiered_cache.identity import settings
 from hf_tiered_cache.methods import CacheBlend, CacheTune, ContiguousKV, Epic, Exact, Impress, Krul, KVDrive, Passages
 from hf_tiered_cache.patches import rope
 from hf_tiered_cache.patches.tap import RotaryTap
@@ -107,7 +107,7 @@ class Waits(TorchFunctionMode):
 @pytest.fixture(autouse=True)
 def counting_changes_nothing(monkeypatch):
     """Allow the counting mode, which would change the identity of the model if it were the user's."""
-    monkeypatch.setattr(watch, "HARMLESS_MODES", (*watch.HARMLESS_MODES, Waits, WaitingOperations))
+    monkeypatch.setattr(settings, "HARMLESS_MODES", (*settings.HARMLESS_MODES, Waits, WaitingOperations))
 
 
 @pytest.fixture(scope="module")
