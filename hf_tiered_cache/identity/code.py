@@ -19,7 +19,7 @@ from torch.utils.module_tracker import ModuleTracker
 
 from ..patches.replacement import Replacement
 from .description import HEAP_TYPE, functions_of
-from .functions import LEAF, NOTHING, FunctionDescription, Statics
+from .functions import LEAF, NOTHING, FunctionDescription
 from .origin import (
     CONSTRUCTORS,
     INSTALLED,
@@ -36,7 +36,7 @@ from .origin import (
     referenced_names,
     uncalled,
 )
-from .watch import Watch
+from .watch import Places, Watch
 
 METHODS = ("forward", "_call_impl", "_compiled_call_impl")
 """Methods that run a module and may be replaced by an attribute of the module."""
@@ -136,7 +136,7 @@ def _holds_methods(kind: type) -> bool:
 class RunnerDescription(CodeDescription):
     """Description that follows hooks, and replacements of the methods of modules, too."""
 
-    def __init__(self, watch: Watch, statics: Statics) -> None:
+    def __init__(self, watch: Watch, statics: Places) -> None:
         super().__init__(watch, statics)
         self._checked: dict[type, bool] = {}  # class that is not described -> whether it runs user code
 

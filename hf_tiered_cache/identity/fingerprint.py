@@ -20,7 +20,6 @@ from ..patches.layers import is_compiled
 from ..store.threads import RepairGuard, fork_lock
 from .code import CodeDescription
 from .description import PLAIN, Undescribable, cached_functions
-from .functions import Statics
 from .model import ModelDescription, unpaged
 from .origin import IRRELEVANT, USER, origin_of
 from .settings import (
@@ -82,7 +81,7 @@ class CacheCheck:
     differ between processes without effect. After a change they have an effect that other processes do not have.
     """
 
-    def __init__(self, statics: Statics) -> None:
+    def __init__(self, statics: Places) -> None:
         self._statics = statics
         self._inputs: dict[Any, tuple[list[Any], CodeDescription]] = {}
         self._outdated: dict[Any, int] = {}
@@ -135,7 +134,7 @@ class Fingerprinter:
         self._lock = fork_lock()
         self._guard = RepairGuard(self._read_again)
         self._identities: dict[tuple[str, str, tuple[str, ...]], Identity] = {}
-        self._statics: Statics = {}
+        self._statics: Places = {}
         self._caches = CacheCheck(self._statics)
         self._forget_changes()
         self._read_again()

@@ -54,7 +54,7 @@ from .origin import (
     references,
     text_names,
 )
-from .watch import Watch
+from .watch import Places, Watch
 
 _FOREIGN_DEPTH = 1  # maximum depth of calls within torch and other installed packages that are followed
 _LEVEL_READERS = frozenset({"isEnabledFor", "getEffectiveLevel", "level"})
@@ -79,10 +79,6 @@ _LOADED = frozenset(
 """Submodules that are loaded whenever torch is. The set of other loaded submodules differs between processes."""
 
 
-Statics = dict[tuple[int, str], tuple[dict[str, Any], Any]]
-"""Entries of package dictionaries: (id of the dictionary, key) -> (the dictionary, the value found first)."""
-
-
 class FunctionDescription(Description):
     """A description that follows functions into what they refer to. `CodeDescription` follows classes, too.
 
@@ -92,9 +88,9 @@ class FunctionDescription(Description):
             default. If another object replaces one of them, the model is undescribable.
     """
 
-    def __init__(self, watch: Watch | None = None, statics: Statics | None = None) -> None:
+    def __init__(self, watch: Watch | None = None, statics: Places | None = None) -> None:
         super().__init__(watch)
-        self._statics: Statics = {} if statics is None else statics
+        self._statics: Places = {} if statics is None else statics
         self._members: dict[type, set[str]] = {}
         self._with_special: set[type] = set()  # classes with described special methods
         self._globals: set[tuple[int, str, bool]] = set()  # globals described so far

@@ -22,7 +22,7 @@ from ..patches.layers import offloaded
 from ..patches.replacement import ADDED, Replacement
 from .code import METHODS, CodeDescription, RunnerDescription
 from .description import PLAIN, Undescribable
-from .functions import LEAF, NOTHING, Statics
+from .functions import LEAF, NOTHING
 from .origin import ADAPTER_STATE, IRRELEVANT, PYTHON, TRUSTED, UNRELATED, USER, home_of, origin_of_class
 from .settings import (
     active_adapters,
@@ -50,7 +50,7 @@ class ModelDescription(RunnerDescription):
     For `statics` see `CodeDescription`, and for `unsteady` see `Watch`.
     """
 
-    def __init__(self, model: PreTrainedModel, statics: Statics, unsteady: Places) -> None:
+    def __init__(self, model: PreTrainedModel, statics: Places, unsteady: Places) -> None:
         super().__init__(Watch(unsteady), statics)
         self.tuned: list[Any] = []
         """Layers wrapped by an adapter."""

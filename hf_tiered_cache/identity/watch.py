@@ -125,7 +125,7 @@ def _member_name(value: Any, kind: type) -> str:
 Places = dict[tuple[int, Any], tuple[dict[Any, Any], Any]]
 """Items of dictionaries: (id of the dictionary, key) -> (the dictionary, the value when it was described)."""
 _Reads = dict[Callable[..., Any], dict[tuple[int, Any], tuple[Any, ...]]]
-"""Places by the function that reads them, and each place by the id of an object, and a key if there are several."""
+"""Places by the function that reads them: (id of an object, key) -> the arguments of the function."""
 _content_of = operator.attrgetter("cell_contents")
 _is_filled: Callable[[CellType], bool] = CellType().__ne__  # an empty cell equals other empty ones only
 
@@ -144,8 +144,8 @@ class Watch:
 
     def __init__(self, unsteady: Places | None = None) -> None:
         self._unsteady = unsteady or {}
-        self._values: _Reads = {dict.get: {}, getattr: {}, type: {}, _content_of: {}}  # of a value, and arguments
-        self._empty: _Reads = {dict.get: {}, dict.__contains__: {}, getattr: {}, _is_filled: {}}  # of arguments
+        self._values: _Reads = {dict.get: {}, getattr: {}, type: {}, _content_of: {}}  # with the value before arguments
+        self._empty: _Reads = {dict.get: {}, dict.__contains__: {}, getattr: {}, _is_filled: {}}
         self._sized: dict[int, Any] = {}
         self._containers: dict[int, Any] = {}
 

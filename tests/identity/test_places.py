@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from changes import rich
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from transformers import PreTrainedModel
@@ -91,6 +91,7 @@ def edits() -> list[Edit]:
     return list(edits_of(*described()))
 
 
+@settings(max_examples=settings.default.max_examples // 2)
 @given(number=st.integers(0, len(edits()) - 1))
 def test_an_edit_is_found_or_has_no_effect(number):
     (model, name), (_, edit) = described(), edits()[number]
