@@ -141,7 +141,8 @@ class RunnerDescription(CodeDescription):
         self._checked: dict[type, bool] = {}  # class that is not described -> whether it runs user code
 
     def add_runners(self, location: str, module: nn.Module) -> None:
-        """Watch and describe the hooks of a module and the replacements of its methods."""
+        """Watch and describe the type of a module, its hooks and the replacements of its methods."""
+        self.watch.type_of(module)
         self.watch.state_of(module)
         for name in (*_HOOKS, "_parameters", "_buffers", "_modules"):
             self.watch.inner(module.__dict__, name)

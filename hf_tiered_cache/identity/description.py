@@ -177,7 +177,7 @@ class Description(ABC):
                 self.watch.slot(value, name)
                 self.add(location, getattr(value, name))
             if kind is functools.partial:
-                self._add_state(location, value, value.__dict__)
+                self._add_state(location, value)
         elif isinstance(value, BUILTIN):
             owner: Any = getattr(value, "__objclass__", None) or getattr(value, "__module__", None)
             self.words.append(f"builtin {getattr(owner, '__name__', owner)}.{value.__qualname__}")
@@ -196,10 +196,10 @@ class Description(ABC):
             self.words.append("lru_cache")
             self.caches.append(value)
             self._add_items(location, cached_functions(value), list)
-            self._add_state(location, value, value.__dict__, frozenset({"__wrapped__"}))
+            self._add_state(location, value, frozenset({"__wrapped__"}))
         elif kind is types.SimpleNamespace:
             self.words.append("namespace")
-            self._add_state(location, value, vars(value))
+            self._add_state(location, value)
         elif isinstance(value, re.Pattern):
             self.words.append(f"pattern {value.pattern!r} {value.flags}")
         elif isinstance(value, torch.jit.ScriptFunction):
@@ -227,7 +227,7 @@ class Description(ABC):
         self.add_members(location, kind, frozenset())
         self._add_items(location, state.values, tuple)
         if state.attributes is not None:
-            self._add_state(location, value, state.attributes)
+            self._add_state(location, value)
         self._add_slots(location, value, state.slots)
         if state.base is not None:
             self._add_container(location, value, state.base)
@@ -238,14 +238,15 @@ class Description(ABC):
             self.words.append(name)
             self.add(f"{location}.{name}", item)
 
-    def _add_state(
-        self, location: str, value: Any, state: dict[str, Any], ignored: frozenset[str] = frozenset()
-    ) -> None:
+    def _add_state(self, location: str, value: Any, ignored: frozenset[str] = frozenset()) -> None:
         self.watch.state_of(value)
-        for name in sorted(state.keys() - ignored):
-            if self.watch.item(value.__dict__, name):
-                self.words.append(name)
-                self.add(f"{location}.{name}", state[name])
+        for name in sorted(value.__dict__.keys() - ignored):
+            self._add_named_item(location, value.__dict__, name)
+
+    def _add_named_item(self, location: str, state: dict[str, Any], name: str) -> None:
+        if self.watch.item(state, name):
+            self.words.append(name)
+            self.add(f"{location}.{name}", state[name])
 
     def _add_container(self, location: str, value: Any, kind: type) -> None:
         """Describe a container at each occurrence, because sharing of containers may differ between processes."""
@@ -300,7 +301,7 @@ class Description(ABC):
         slots = {name: getattr(tensor, name) for name in slots_of(kind) if hasattr(tensor, name)}
         self._add_slots(location, tensor, slots)
         compiled = {name for name in tensor.__dict__ if name.startswith("_dynamo")}
-        self._add_state(location, tensor, tensor.__dict__, _TENSOR_MARKS | compiled)
+        self._add_state(location, tensor, _TENSOR_MARKS | compiled)
 
     def _add_array(self, location: str, array: np.ndarray) -> None:
         try:

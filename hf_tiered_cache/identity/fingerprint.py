@@ -182,7 +182,7 @@ class Fingerprinter:
 
     def rows_have_adapters(self) -> bool:
         """Return whether the current pass selects adapters by row."""
-        return rows_have_adapters(self._tuned)
+        return rows_have_adapters(self._description.tuned)
 
     def _forget_changes(self) -> None:
         self._changes: list[tuple[bool, Places]] = []  # of consecutive looks, with `begins_request`
@@ -192,7 +192,7 @@ class Fingerprinter:
     def _watch(self, begins_request: bool) -> None:
         """Describe the model again if a watched object, the adapter state or the RoPE frequencies in use changed."""
         watch, frequencies = self._description.watch, frequencies_in_use(self._description.rotary)
-        same_adapters = not self._tuned or adapter_state(self._tuned) == self._adapters
+        same_adapters = adapter_state(self._description.tuned) == self._adapters
         if watch.holds() and same_adapters and all(map(is_, frequencies, self._frequencies)):
             self._changes = []
             return
@@ -217,8 +217,7 @@ class Fingerprinter:
     def _describe(self) -> None:
         """Describe the model again. Read its weights again only if its tensors were replaced."""
         self._description = description = ModelDescription(self._model, self._statics, self._unsteady)
-        self._tuned = description.tuned  # layers wrapped by an adapter
-        self._adapters = adapter_state(self._tuned)
+        self._adapters = adapter_state(description.tuned)
         self._frequencies = frequencies_in_use(description.rotary)
         self._devices = tuple(dict.fromkeys((*devices(self._model).split(), "cpu")))
         if not self._weights.are_of(description.named_tensors):

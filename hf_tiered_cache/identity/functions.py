@@ -152,9 +152,7 @@ class FunctionDescription(Description):
                 if name not in names:
                     self._ignored.append((location, state, name, names))
                 elif name in state:
-                    self.watch.item(state, name)
-                    self.words.append(name)
-                    self.add(f"{location}.{name}", state[name])
+                    self._add_named_item(location, state, name)
         self._depth = 0
         if self.problem:
             raise Undescribable(self.problem)
@@ -198,7 +196,7 @@ class FunctionDescription(Description):
             self.words.append(file_digest(code.co_filename))
         elif origin == USER:
             self.origins.add(USER)
-            self._add_state(location, function, function.__dict__)
+            self._add_state(location, function)
         for value in (code.co_argcount and function.__defaults__) or ():  # without parameters, they have no effect
             self._refer(location, value, origin)
         keywords = (code.co_kwonlyargcount and function.__kwdefaults__) or {}

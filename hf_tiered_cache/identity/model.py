@@ -100,7 +100,6 @@ class ModelDescription(RunnerDescription):
         """Return the object that a value replaces, such as a compiled module, or one wrapped by inactive adapters."""
         value = super().original(location, value)
         if type(value) is OptimizedModule:  # passes with a tiered cache run uncompiled
-            self.watch.type_of(value)
             self.watch.item(value._modules, "_orig_mod")
             self.add_runners(location, value)
             return self.original(location, value._modules["_orig_mod"])
@@ -108,7 +107,6 @@ class ModelDescription(RunnerDescription):
         base = next((name for name in _BASES if name in value._modules), "") if tuner else ""
         if base and not (active_adapters(value) or merged_adapters(value)):
             self.tuned.append(value)
-            self.watch.type_of(value)
             self.watch.item(value._modules, base)
             self.add_runners(location, value)
             self.check_class(f"the code of {location}", type(value), _CALLED)
@@ -123,7 +121,6 @@ class ModelDescription(RunnerDescription):
                 self.add(f"{location}.{name}", tensor)
             raise Undescribable(f"{location}, a scripted module,")
         idle, self._idle = self._idle, NOTHING
-        self.watch.type_of(module)
         self.origins.update(map(origin_of_class, kind.__mro__))
         self.add_runners(location or kind.__name__, module)
         inner_idle = NOTHING  # names of its inactive adapters
@@ -315,7 +312,7 @@ class ModelDescription(RunnerDescription):
         """Describe how a registry of functions finds one by its name."""
         self.watch.type_of(registry)
         self.watch.item(registry.__dict__, "_local_mapping")
-        self._add_state(location, registry, registry.__dict__, frozenset({"_local_mapping"}))
+        self._add_state(location, registry, frozenset({"_local_mapping"}))
         for kind in type(registry).__mro__:
             self.watch.members(kind)
             for name in sorted(_LOOKUPS & kind.__dict__.keys()):

@@ -80,8 +80,7 @@ class RemoteTier:
         self._hidden: dict[str, float] = {}
         self.look_ups = LookUps(remote, partial(self._fail, "lookup"))
         self._fetches = DaemonPool(_FETCHES, "hf-tiered-fetch")
-        write = write if remote.writable else "never"
-        remote.writable = write != "never"
+        remote.writable &= write != "never"  # a store that only reads it leaves what is in it to others
         self.writes = WriteBack(remote, disk, write, self._count, self.look_ups.forget)
         disk.on_kept.append(self.writes.offer)
 
@@ -262,7 +261,7 @@ class RemoteTier:
             self._fail("fetch", self.fetch_breaker, error)
         else:
             self.fetch_breaker.succeeded()  # the remote answers
-        if not self.writes.changes_remote:
+        if not self.remote.writable:
             return
         try:
             if is_damaged:

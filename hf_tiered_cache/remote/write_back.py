@@ -33,7 +33,7 @@ _REFUSED = "it is not used for a while, after several failures"
 
 
 class WriteBack:
-    """Thread that sends segments to a remote, and deletes them there. `write` is one of `WRITES`.
+    """Thread that sends segments to a remote, and deletes them there, if it is `writable`. `write` is one of `WRITES`.
 
     `count` adds amounts to `RemoteStats`, and `sent` receives the names of the entries of what was sent.
     """
@@ -47,8 +47,6 @@ class WriteBack:
         sent: Callable[[Sequence[str]], None],
     ) -> None:
         self._remote, self._disk, self._write, self._count, self._sent = remote, disk, write, count, sent
-        self.changes_remote = write != "never"
-        """False if this store only reads the remote, and leaves what is in it to others."""
         self._breaker = Breaker()
         self._pool = DaemonPool(1, "hf-tiered-remote")
         self._waiting: dict[str, object] = {}  # the offer of each segment that waits, which only its own `_send` takes
@@ -81,7 +79,7 @@ class WriteBack:
 
     def offer(self, ids: Collection[str]) -> None:
         """Queue segments that were stored or pinned, unless they wait already. If the queue is full, count them."""
-        if not self.changes_remote:
+        if not self._remote.writable:
             return
         with self._lock:
             if self._holding:
@@ -104,7 +102,7 @@ class WriteBack:
 
         Call this after they were deleted here. Those that were stored again since are sent after the deletion.
         """
-        if not self.changes_remote:
+        if not self._remote.writable:
             return
         for row in rows:
             with self._lock:
