@@ -36,7 +36,6 @@ from .origin import (
     referenced_names,
     uncalled,
 )
-from .watch import Places, Watch
 
 METHODS = ("forward", "_call_impl", "_compiled_call_impl")
 """Methods that run a module and may be replaced by an attribute of the module."""
@@ -49,7 +48,7 @@ _WATCHED = frozenset({*METHODS, "_hf_hook", "_old_forward"})
 
 
 class CodeDescription(FunctionDescription):
-    """A description that follows functions and classes into what they refer to. See `FunctionDescription`."""
+    """A description that follows functions, classes and what else runs a module. See `FunctionDescription`."""
 
     def _describe_class(self, location: str, kind: type) -> None:
         names = NOTHING if issubclass(kind, NOT_CONSTRUCTED) else CONSTRUCTORS | {"__call__"}
@@ -123,22 +122,7 @@ class CodeDescription(FunctionDescription):
                 unnamed.add(name)
         return unnamed
 
-
-def _holds_methods(kind: type) -> bool:
-    """Return whether passes may call methods of a package's class on an object that they do not belong to.
-
-    The methods of torch and of the base classes of transformers have common names, which mean others in most code.
-    """
-    is_module_of_others = issubclass(kind, nn.Module) and origin_of_class(kind) == INSTALLED
-    return is_module_of_others or kind.__module__.startswith(("transformers.models.", "peft.tuners."))
-
-
-class RunnerDescription(CodeDescription):
-    """Description that follows hooks, and replacements of the methods of modules, too."""
-
-    def __init__(self, watch: Watch, statics: Places) -> None:
-        super().__init__(watch, statics)
-        self._checked: dict[type, bool] = {}  # class that is not described -> whether it runs user code
+    # --- what else runs a module
 
     def add_runners(self, location: str, module: nn.Module) -> None:
         """Watch and describe the type of a module, its hooks and the replacements of its methods."""
@@ -223,6 +207,15 @@ class RunnerDescription(CodeDescription):
             self._checked[kind] = USER in aside.origins
         if self._checked[kind]:
             self.problem = self.problem or location
+
+
+def _holds_methods(kind: type) -> bool:
+    """Return whether passes may call methods of a package's class on an object that they do not belong to.
+
+    The methods of torch and of the base classes of transformers have common names, which mean others in most code.
+    """
+    is_module_of_others = issubclass(kind, nn.Module) and origin_of_class(kind) == INSTALLED
+    return is_module_of_others or kind.__module__.startswith(("transformers.models.", "peft.tuners."))
 
 
 def _is_own(method: Any, module: nn.Module, name: str) -> bool:

@@ -25,16 +25,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.generic import GeneralInterface
 
 from ..patches.replacement import Replacement
-from .description import (
-    BUILTIN,
-    HEAP_TYPE,
-    INERT,
-    PLAIN,
-    PLAIN_TORCH,
-    SEQUENCES,
-    Description,
-    Undescribable,
-)
+from .description import BUILTIN, HEAP_TYPE, INERT, PLAIN, PLAIN_TORCH, SEQUENCES, Description, Undescribable
 from .origin import (
     DRAWING,
     ENVIRONMENT,
@@ -105,6 +96,7 @@ class FunctionDescription(Description):
         self._user_classes: dict[type, str] = {}  # classes with members in user code, with their locations
         self._package_classes: dict[type, str] = {}  # classes of objects that were described, with their locations
         self._loggers: dict[int, logging.Logger] = {}  # that user code refers to
+        self._checked: dict[type, bool] = {}  # class that is not described -> whether it runs user code
         self._ignored: list[tuple[str, dict[str, Any], str, set[str]]] = []  # attributes that no code is known to read
 
     def _add_value(self, location: str, value: Any) -> None:

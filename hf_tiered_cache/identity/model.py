@@ -20,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..errors import UnsupportedModelError
 from ..patches.layers import offloaded
 from ..patches.replacement import ADDED, Replacement
-from .code import METHODS, CodeDescription, RunnerDescription
+from .code import METHODS, CodeDescription
 from .description import PLAIN, Undescribable
 from .functions import LEAF, NOTHING
 from .origin import ADAPTER_STATE, IRRELEVANT, PYTHON, TRUSTED, UNRELATED, USER, home_of, origin_of_class
@@ -44,7 +44,7 @@ _SWITCHED_EXPERTS = (None, "grouped_mm", "batched_mm")
 """Names of the functions for experts that `generate()` exchanges on a GPU between a prompt and the tokens after it."""
 
 
-class ModelDescription(RunnerDescription):
+class ModelDescription(CodeDescription):
     """Description of a model, which the constructor makes.
 
     For `statics` see `CodeDescription`, and for `unsteady` see `Watch`.

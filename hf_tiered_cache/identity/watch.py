@@ -180,19 +180,15 @@ class Watch:
 
     def state_of(self, value: Any) -> None:
         """Watch the identity and size of the `__dict__` of an object, or that it is empty."""
-        if value.__dict__:
-            self.slot(value, "__dict__")
-            self.size(value.__dict__)
-        else:
-            self._empty[getattr][id(value), "__dict__"] = value, "__dict__"
+        self.inner(value, "__dict__", getattr)
 
-    def inner(self, state: dict[str, Any], name: str) -> None:
+    def inner(self, holder: Any, key: str, read: Callable[..., Any] = dict.get) -> None:
         """Watch the identity and size of a dictionary within another one, or that it is empty."""
-        if state[name]:
-            self.item(state, name)
-            self.size(state[name])
+        if content := read(holder, key):
+            self._values[read].setdefault((id(holder), key), (content, holder, key))
+            self.size(content)
         else:
-            self._empty[dict.get][id(state), name] = state, name
+            self._empty[read][id(holder), key] = holder, key
 
     def function(self, function: FunctionType) -> None:
         """Watch the code of a function, and the defaults of its parameters, if it has any."""
