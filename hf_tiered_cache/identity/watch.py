@@ -126,7 +126,7 @@ Places = dict[tuple[int, Any], tuple[dict[Any, Any], Any]]
 """Items of dictionaries: (id of the dictionary, key) -> (the dictionary, the value when it was described)."""
 _Reads = dict[Callable[..., Any], dict[tuple[int, Any], tuple[Any, ...]]]
 """Places by the function that reads them: (id of an object, key) -> the arguments of the function."""
-_content_of = operator.attrgetter("cell_contents")
+_getter = functools.lru_cache(operator.attrgetter)
 _is_filled: Callable[[CellType], bool] = CellType().__ne__  # an empty cell equals other empty ones only
 
 
@@ -144,8 +144,8 @@ class Watch:
 
     def __init__(self, unsteady: Places | None = None) -> None:
         self._unsteady = unsteady or {}
-        self._values: _Reads = {dict.get: {}, getattr: {}, type: {}, _content_of: {}}  # with the value before arguments
-        self._empty: _Reads = {dict.get: {}, dict.__contains__: {}, getattr: {}, _is_filled: {}}
+        self._values: _Reads = collections.defaultdict(dict)  # with the value before the arguments
+        self._empty: _Reads = collections.defaultdict(dict)
         self._sized: dict[int, Any] = {}
         self._containers: dict[int, Any] = {}
 
@@ -180,15 +180,19 @@ class Watch:
 
     def state_of(self, value: Any) -> None:
         """Watch the identity and size of the `__dict__` of an object, or that it is empty."""
-        self.inner(value, "__dict__", getattr)
-
-    def inner(self, holder: Any, key: str, read: Callable[..., Any] = dict.get) -> None:
-        """Watch the identity and size of a dictionary within another one, or that it is empty."""
-        if content := read(holder, key):
-            self._values[read].setdefault((id(holder), key), (content, holder, key))
-            self.size(content)
+        if value.__dict__:
+            self.slot(value, "__dict__")
+            self.size(value.__dict__)
         else:
-            self._empty[read][id(holder), key] = holder, key
+            self._empty[_getter("__dict__")][id(value), ""] = (value,)
+
+    def inner(self, state: dict[str, Any], name: str) -> None:
+        """Watch the identity and size of a dictionary within another one, or that it is empty."""
+        if state[name]:
+            self.item(state, name)
+            self.size(state[name])
+        else:
+            self._empty[dict.get][id(state), name] = state, name
 
     def function(self, function: FunctionType) -> None:
         """Watch the code of a function, and the defaults of its parameters, if it has any."""
@@ -201,13 +205,13 @@ class Watch:
     def cell(self, cell: CellType) -> None:
         """Watch the content of a closure cell."""
         if _is_filled(cell):
-            self._values[_content_of].setdefault((id(cell), ""), (cell.cell_contents, cell))
+            self.slot(cell, "cell_contents")
         else:
             self._empty[_is_filled][id(cell), ""] = (cell,)
 
     def slot(self, value: Any, name: str) -> None:
         """Watch an attribute of an object that is not in its `__dict__`, such as one in its `__slots__`."""
-        self._values[getattr].setdefault((id(value), name), (getattr(value, name), value, name))
+        self._values[_getter(name)].setdefault((id(value), ""), (getattr(value, name), value))
 
     def size(self, container: Any) -> None:
         """Watch the number of items in a container."""
@@ -223,7 +227,7 @@ class Watch:
 
     def complete(self) -> None:
         """Record the objects in all places, which `holds` compares with later ones."""
-        columns = [(read, list(zip(*places.values(), strict=True))) for read, places in self._values.items() if places]
+        columns = [(read, list(zip(*places.values(), strict=True))) for read, places in self._values.items()]
         self._reads = [(read, arguments) for read, (_, *arguments) in columns]
         self._empty_reads = [(read, list(zip(*places.values(), strict=True))) for read, places in self._empty.items()]
         self._sizes = list(map(len, self._sized.values()))
@@ -236,7 +240,7 @@ class Watch:
     def holds(self) -> bool:
         """Return whether every place still holds the same object."""
         values = chain.from_iterable(map(read, *arguments) for read, arguments in self._reads)
-        empty = chain.from_iterable(map(read, *arguments) for read, arguments in self._empty_reads if arguments)
+        empty = chain.from_iterable(map(read, *arguments) for read, arguments in self._empty_reads)
         try:
             return (
                 list(map(len, self._sized.values())) == self._sizes

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_tiered_cache.identity import Fingerprinter
-from hf_tiered_cache.identity.watch import Watch
+from hf_tiered_cache.identity.watch import Watch, _getter
 
 Edit = tuple[str, Callable[[], Callable[[], None]]]
 """What is edited, and a function that edits it and returns a function that undoes the edit."""
@@ -48,8 +48,8 @@ def members(kind: type) -> Callable[[], None]:
 
 def read(name: Fingerprinter, attribute: str) -> dict[int, Any]:
     """Return the objects of which the watch reads an attribute, by id."""
-    places = name._description.watch._values[getattr]
-    return {number: value for (number, key), (_, value, _) in places.items() if key == attribute}
+    places = name._description.watch._values[_getter(attribute)]
+    return {number: value for (number, _), (_, value) in places.items()}
 
 
 def edits_of(model: PreTrainedModel, name: Fingerprinter) -> Iterator[Edit]:
