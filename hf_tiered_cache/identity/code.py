@@ -174,19 +174,18 @@ class CodeDescription(FunctionDescription):
 
     def _check_hook(self, location: str, hook: Any) -> None:
         """Watch an accelerate hook. One that only moves tensors is not described. Hooks of others are a problem."""
+        where, methods = f"the accelerate hook of {location}", frozenset({"pre_forward", "post_forward"})
         if hook is None or origin_of_class(type(hook)) not in TRUSTED:
-            self.problem = self.problem or f"the accelerate hook of {location}"
+            self.problem = self.problem or where
             return
         if type(hook).__name__ not in _MOVERS:
-            self.add(f"the accelerate hook of {location}", hook)
+            self.add(where, hook)
         self.watch.type_of(hook)
-        for name in ("hooks", "weights_map"):
+        for name in ("hooks", "weights_map", *methods):
             self.watch.item(hook.__dict__, name)
-        for name in ("pre_forward", "post_forward"):
-            self.watch.item(hook.__dict__, name)
-            if name in hook.__dict__:
-                self.problem = self.problem or f"the accelerate hook of {location}"
-        self.check_class(f"the accelerate hook of {location}", type(hook), frozenset({"pre_forward", "post_forward"}))
+        if not methods.isdisjoint(hook.__dict__):
+            self.problem = self.problem or where
+        self.check_class(where, type(hook), methods)
         for inner in getattr(hook, "hooks", ()):
             self._check_hook(location, inner)
 
