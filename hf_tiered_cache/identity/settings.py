@@ -68,7 +68,8 @@ _USUAL_PRECISIONS: dict[tuple[str, str], list[object]] = {
     ("mkldnn", "rnn"): ["none", "ieee"],
 }
 """Precisions of float32 in operators other than matrix products, by backend and operator."""
-if not hasattr(torch._C, "_get_fp32_precision_getter"):  # PyTorch 2.8
+_precision_of: Any = getattr(torch._C, "_get_fp32_precision_getter", None)
+if _precision_of is None:  # PyTorch 2.8
     _USUAL["cudnn_allow_tf32"] = [True]
     _USUAL["sdp_priority_order"] = [[1, 2, 0, 3, 0], [3, 1, 2, 0, 0]]  # the last number has no meaning
     _USUAL_PRECISIONS = {}
@@ -80,7 +81,7 @@ _RARE_SWITCHES: tuple[tuple[str, Callable[[], object], list[object]], ...] = (
         if (getter := getattr(torch._C, f"{prefix}_{name}", None)) is not None
     ),
     *(
-        (f"{backend} {operator}", partial(torch._C._get_fp32_precision_getter, backend, operator), usual)
+        (f"{backend} {operator}", partial(_precision_of, backend, operator), usual)
         for (backend, operator), usual in _USUAL_PRECISIONS.items()
     ),
     ("mha_fastpath", torch.backends.mha.get_fastpath_enabled, [True]),
@@ -90,12 +91,10 @@ _RARE_SWITCHES: tuple[tuple[str, Callable[[], object], list[object]], ...] = (
 
 
 def _float32_matmuls() -> tuple[str, ...]:
-    cuda = torch.backends.cuda.matmul
-    if not hasattr(cuda, "fp32_precision"):  # PyTorch 2.8
-        return torch.get_float32_matmul_precision(), str(cuda.allow_tf32)
+    if _precision_of is None:
+        return torch.get_float32_matmul_precision(), str(torch.backends.cuda.matmul.allow_tf32)
     # The older names set both, and raise if a user has set these directly.
-    cpu = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # a stub lacks it
-    precisions = (cuda.fp32_precision, cpu.fp32_precision)
+    precisions = (_precision_of(backend, "matmul") for backend in ("cuda", "mkldnn"))
     return tuple("ieee" if precision == "none" else precision for precision in precisions)
 
 
