@@ -8,6 +8,10 @@ from .store.geometry import HASH_TOKENS
 from .units import format_bytes
 
 NOTHING = "no stored KV matches the beginning of this prompt"
+OTHER_ROWS = (
+    "a prompt of the batch is not stored, and this method restores as many positions of each row as are stored for "
+    "every row; pass prompts that are not stored in a batch of their own"
+)
 SWITCHED_OFF = "the cache was created with restore=False"
 NOT_RECORDED = "the cache was created with record=False"
 SHORT = (

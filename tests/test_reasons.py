@@ -157,6 +157,45 @@ def test_passages_ranked_under_another_name(store):
     assert ask(model, store, ids, method=Epic(lead=1)).reason == ""
 
 
+def batch(*prompts):
+    """Return left-padded rows, int64 `[rows, positions]`, and their mask."""
+    width = max(len(ids) for ids in prompts)
+    mask = torch.stack([(torch.arange(width) >= width - len(ids)).long() for ids in prompts])
+    return torch.stack([torch.cat([torch.zeros(width - len(ids), dtype=torch.int64), ids]) for ids in prompts]), mask
+
+
+STORED, NEW, NEWER, BRIEF = prompt(80)[0], prompt(80, seed=2)[0], prompt(80, seed=3)[0], prompt(8, seed=4)[0]
+
+
+@pytest.mark.parametrize(
+    ("rows", "codec", "reason"),
+    [
+        ((STORED, NEW), "raw", reasons.OTHER_ROWS),
+        ((NEW, STORED), "raw", reasons.OTHER_ROWS),
+        ((NEW, STORED), "int8", reasons.other_codec("raw")),
+        ((NEW, NEWER), "raw", reasons.NOTHING),
+        ((BRIEF, NEW), "raw", reasons.NOTHING),
+        ((BRIEF, BRIEF.flip(0)), "raw", reasons.SHORT),
+    ],
+)
+def test_the_reason_of_a_batch_is_true_of_all_its_rows(store, rows, codec, reason):
+    model = build("llama")
+    store.precompute(model, STORED, progress=False)
+    ids, mask = batch(*rows)
+    cache = TieredCache(model, store, method=f"exact:codec={codec}")
+    model.generate(ids, attention_mask=mask, pad_token_id=0, past_key_values=cache, **GREEDY)
+    assert (cache.stats.tokens_restored, cache.stats.reason) == (0, reason)
+
+
+def test_the_reason_of_a_batch_names_a_row_that_cannot_be_read(store):
+    model = build("llama")
+    store.precompute(model, STORED, progress=False)
+    (segment,) = store.segments()
+    store._storage.disk.report(segment.id, OSError("the disk failed"))
+    ids, _ = batch(NEW, STORED)
+    assert ask(model, store, ids).reason == reasons.UNREADABLE
+
+
 def test_a_full_store_says_that_not_all_was_stored(tmp_path):
     model = build("llama")
     with KVStore(tmp_path, disk_quota="64KiB") as store:

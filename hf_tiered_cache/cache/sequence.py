@@ -153,8 +153,9 @@ class SequenceState:
             plan = Plan(base, num_positions, method.positions_to_compute(context), groups)
         if plan.computed[-1].shape[-1] < num_positions or plan.restored_tokens:
             return plan
-        if any(not piece.exact for group in groups for piece in group.pieces):
-            self._unusable_reason = self._unusable_reason or reasons.ALL_COMPUTED
+        approximate = any(not piece.exact for group in groups for piece in group.pieces)
+        why = reasons.ALL_COMPUTED if approximate else reasons.OTHER_ROWS if len(groups) > 1 else ""
+        self._unusable_reason = self._unusable_reason or why
         return None
 
     def can_be_cut(self, request: Request) -> bool:
@@ -227,43 +228,45 @@ class SequenceState:
             return ""
         if self._unusable_reason:
             return self._unusable_reason
-        if len(tokens := request.ids[0, self.history.pads[0] :].to("cpu", torch.int64).numpy()) < HASH_TOKENS:
+        rows = [ids[pad:] for ids, pad in zip(request.host_ids, self.history.pads, strict=True)]
+        if max(map(len, rows)) < HASH_TOKENS:
             return reasons.SHORT
         disk = self.store.disk
-        if disk.hides_any(self.history.prefix_hashes_of(0, tokens)):
+        if any(disk.hides_any(self.history.prefix_hashes_of(row, tokens)) for row, tokens in enumerate(rows)):
             return reasons.UNREADABLE
-        if reason := self._stored_otherwise(tokens) or self._other_keys():
+        if reason := self._stored_otherwise(rows) or self._other_keys():
             return reason
         if disk.index.is_incomplete:
             return reasons.UNREADABLE
         return reasons.NO_PASSAGES if self._has_passages() else reasons.NOTHING
 
-    def _stored_otherwise(self, tokens: np.ndarray) -> str:
-        """Return where else a row's `tokens`, int64 `[n]`, are stored: for another model, codec or lead; or ""."""
+    def _stored_otherwise(self, rows: list[np.ndarray]) -> str:
+        """Return where else tokens of a row, int64 `[n]` each, are stored: for another model, codec or lead; or ""."""
         catalogue, method, fingerprint = self.store.disk.index, self.method, self.identity.fingerprint
         own_codec, models = method.geometry.codec, catalogue.models()
         for other_model in [name for name in models if name != fingerprint][:_MOST_MODELS]:
-            if self._begins(tokens, other_model, own_codec):
+            if self._begins(rows, other_model, own_codec):
                 differing = differing_facts(self.identity.facts, models[other_model])
                 parts = " and ".join(differing) or "facts that the store does not record"
                 return f"these tokens are stored for another state of the model, which differs in {parts}"
         provenances = catalogue.provenances(fingerprint)
         for codec in sorted({codec_in(provenance) for provenance in provenances} - {own_codec}):
-            if self._begins(tokens, fingerprint, codec):
+            if self._begins(rows, fingerprint, codec):
                 return reasons.other_codec(codec)
         if not isinstance(method, Passages):
             return ""
         for provenance in filter(is_passage, provenances):
             sink, codec = method.sink_token(self.attachment.config), codec_in(provenance)
             hasher = self.store.passage_hasher(fingerprint, provenance, sink, self.regime)
-            if provenance != method.passages and find_passages(tokens, hasher, self.store.passage_index.seeds):
+            seeds = self.store.passage_index.seeds
+            if provenance != method.passages and any(find_passages(tokens, hasher, seeds) for tokens in rows):
                 return reasons.OTHER_LEAD if codec == codec_in(method.passages) else reasons.other_codec(codec)
         return ""
 
-    def _begins(self, tokens: np.ndarray, fingerprint: str, codec: str) -> bool:
-        """Return whether a stored prefix with this model and codec begins with the same tokens."""
+    def _begins(self, rows: list[np.ndarray], fingerprint: str, codec: str) -> bool:
+        """Return whether a stored prefix with this model and codec begins with the same tokens as some row."""
         hasher = self.store.hasher(fingerprint, coded_provenance(EXACT, codec), self.regime)
-        return bool(self.store.disk.find(hasher.hashes(tokens[:HASH_TOKENS])))
+        return bool(self.store.disk.find([first for tokens in rows for first in hasher.hashes(tokens[:HASH_TOKENS])]))
 
     def _other_keys(self) -> str:
         """Return the reason if all KV of the model is stored with other encryption keys, or an empty string.
