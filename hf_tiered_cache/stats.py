@@ -25,7 +25,7 @@ def _printed(name: str, value: object) -> str:
         return format_seconds(value)
     if isinstance(value, int) and "bytes" in name:
         return format_bytes(value)
-    return str(value)
+    return "unknown" if value is None else str(value)
 
 
 class _Printable(ABC):
@@ -58,9 +58,9 @@ class TierStats:
 
 @dataclass
 class TierUse:
-    """Current use of one tier by a store, in `bytes`."""
+    """Current use of one tier by a store, in `bytes`; None if it is not known (see `StoreStats`)."""
 
-    bytes: int = 0
+    bytes: int | None = 0
     budget: int | None = 0
     """Maximum number of bytes, which is never exceeded; None for no limit."""
 
@@ -310,16 +310,17 @@ class RequestStats(_Figures[TierStats]):
 class StoreStats(_Figures[TierUse]):
     """Statistics of a store since it was opened, and its current content.
 
-    `segments`, `encrypted_segments` and `tokens` count what is stored now. The other figures without a description of
-    their own count events since the store was opened: `bytes_written` and `segments_written` to disk, segments removed
-    by the quota (`evicted_segments`) or because of their age (`expired_segments`), files without a readable header
-    (`damaged_files`), failed uses of damaged data (`verification_failures`), failed reads (`read_errors`) and catalogue
-    operations (`catalogue_errors`), and blocks evicted from memory (`evicted_blocks`).
+    `segments`, `encrypted_segments` and `tokens` count what is stored now. They, and the bytes on disk, are None while
+    the catalogue fails. The other figures without a description of their own count events since the store was opened:
+    `bytes_written` and `segments_written` to disk, segments removed by the quota (`evicted_segments`) or because of
+    their age (`expired_segments`), files without a readable header (`damaged_files`), failed uses of damaged data
+    (`verification_failures`), failed reads (`read_errors`) and catalogue operations (`catalogue_errors`), and blocks
+    evicted from memory (`evicted_blocks`).
     """
 
-    segments: int = 0
-    encrypted_segments: int = 0
-    tokens: int = 0
+    segments: int | None = 0
+    encrypted_segments: int | None = 0
+    tokens: int | None = 0
     tiers: dict[str, TierUse] = field(default_factory=lambda: {name: TierUse() for name in TIERS})
     """Current use of each tier by name, as for requests. The budget of the disk is the quota."""
     index: TierUse = field(default_factory=TierUse)
@@ -371,7 +372,7 @@ class StoreStats(_Figures[TierUse]):
             if f.name in ("tiers", "index"):
                 for name, use in self.tiers.items() if f.name == "tiers" else [(f.name, value)]:
                     budget = "no limit" if use.budget is None else format_bytes(use.budget)
-                    rows.append((f"{name}, used / budget", f"{format_bytes(use.bytes)} / {budget}"))
+                    rows.append((f"{name}, used / budget", f"{_printed('bytes', use.bytes)} / {budget}"))
             elif isinstance(value, RemoteStats):
                 figures = vars(value).items() if value != RemoteStats() else ()
                 rows += [(f"remote {name.replace('_', ' ')}", _printed(name, figure)) for name, figure in figures]

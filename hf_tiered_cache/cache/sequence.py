@@ -243,7 +243,7 @@ class SequenceState:
     def _stored_otherwise(self, rows: list[np.ndarray]) -> str:
         """Return where else tokens of a row, int64 `[n]` each, are stored: for another model, codec or lead; or ""."""
         catalogue, method, fingerprint = self.store.disk.index, self.method, self.identity.fingerprint
-        own_codec, models = method.geometry.codec, catalogue.models()
+        own_codec, models = method.geometry.codec, catalogue.models() or {}
         for other_model in [name for name in models if name != fingerprint][:_MOST_MODELS]:
             if self._begins(rows, other_model, own_codec):
                 differing = differing_facts(self.identity.facts, models[other_model])

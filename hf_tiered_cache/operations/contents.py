@@ -154,8 +154,9 @@ class StoreContents:
         return remove_documents(self._opened, [label])
 
     def models(self) -> dict[str, dict[str, str]]:
-        """Return the known facts about each model that has segments in the store, by fingerprint."""
-        return self._opened.disk.index.models()
+        """Return the known facts about each model with segments, by fingerprint. Raises as `segments` does."""
+        self.segments()
+        return self._opened.disk.index.known(self._opened.disk.index.models())
 
     @naming_place
     def pinned(self) -> set[str]:
@@ -273,9 +274,10 @@ class StoreContents:
         stats, disk = self._storage.disk.counters.snapshot(), self._storage.disk
         residency, writer = self._storage.residency, self._storage.writer
         if not self._storage.is_closed:
-            stats.segments, stats.tokens, stats.disk.bytes, stats.encrypted_segments = disk.index.counts()
-            with suppress(OSError):  # then without the sidecars
-                stats.disk.bytes += sum(disk.sidecars.by_segment().values())
+            stats.segments, stats.tokens, nbytes, stats.encrypted_segments = disk.index.counts() or (None,) * 4
+            stats.disk.bytes = None
+            with suppress(OSError):
+                stats.disk.bytes = None if nbytes is None else nbytes + sum(disk.sidecars.by_segment().values())
         stats.disk.budget = disk.limits.quota
         stats.host.bytes, stats.host.budget = residency.host.allocated, residency.host.budget
         stats.device.bytes, stats.device.budget = residency.device_bytes

@@ -112,7 +112,7 @@ class Index:
     row = _query(Catalogue.get, lambda: None)
     beginning_with = _query(Catalogue.beginning_with, list[SegmentRow])
     passages = _query(Catalogue.passages, lambda: None)
-    models = _query(Catalogue.models, dict[str, dict[str, str]])
+    models = _query(Catalogue.models, lambda: None)
     keys = _query(Catalogue.keys, set[str])
     provenances = _query(Catalogue.provenances, list[str])
     scores = _query(Catalogue.scores, list[tuple[str, int, bytes]])
@@ -121,7 +121,7 @@ class Index:
     live = _query(Catalogue.live, lambda: None)
     ids = _query(Catalogue.ids, lambda: None)
     by_use = _query(Catalogue.by_use, list[tuple[str, int, float | None]])
-    counts = _query(Catalogue.counts, lambda: (0, 0, 0, 0))
+    counts = _query(Catalogue.counts, lambda: None)
     set_sizes = _query(Catalogue.set_sizes, lambda: None)
     limit = _query(Catalogue.limit, lambda: None)
     _all = _query(Catalogue.all, lambda: None)
@@ -133,10 +133,13 @@ class Index:
 
     def rows(self) -> list[SegmentRow]:
         """Return all rows, most recently used last. Raises StoreError if the catalogue fails."""
-        rows = self._all()
-        if rows is None:
+        return self.known(self._all())
+
+    def known(self, answer: _T | None) -> _T:
+        """Return the answer of a query. Raises StoreError if it is None, since the catalogue failed."""
+        if answer is None:
             raise StoreError(self._advice(f"the catalogue failed ({self._failure})"))
-        return rows
+        return answer
 
     def complete_rows(self, but_unreadable: bool = False) -> list[SegmentRow]:
         """Return all rows, to delete what has none. Raises StoreError if a stored segment may lack one.

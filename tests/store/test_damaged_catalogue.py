@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlite3
 from contextlib import closing
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 from memory_backend import MemoryBackend
@@ -12,11 +13,13 @@ from segments import hashes, open_store, segment, store_over
 
 from hf_tiered_cache import KVStore
 from hf_tiered_cache.errors import StoreError
+from hf_tiered_cache.integrations.metrics import metrics_of
 from hf_tiered_cache.kvstore import storage_of
 from hf_tiered_cache.store import maintain
 from hf_tiered_cache.store.catalogue import Catalogue
 from hf_tiered_cache.store.conversations import ConversationRecord, Conversations
 from hf_tiered_cache.store.database import UnavailableError, is_damage
+from hf_tiered_cache.tiers.collector import StatsCollector
 
 
 def publish(store, seed="a", **changes):
@@ -66,6 +69,7 @@ def test_segments_that_are_not_known_are_not_gone(monkeypatch, fault):
         for action in (
             store.gc,
             store.segments,
+            store.models,
             store.conversations,
             store.documents,
             partial(store.clear, disk=True),
@@ -98,6 +102,22 @@ def test_a_segment_that_cannot_be_read_now_keeps_its_conversation(monkeypatch):
         assert "cannot be read (the network is down)" in report.unreadable[0] and not report.deleted
     assert store.gc().unreadable == [] and len(store.segments()) == 1
     store.close()
+
+
+def test_what_a_failing_catalogue_does_not_say_is_not_reported_as_nothing(monkeypatch, tmp_path):
+    filled(tmp_path)
+    with KVStore(tmp_path) as store:
+        bytes_on_disk = store.stats.disk.bytes
+        for name in ("models", "counts"):
+            monkeypatch.setattr(Catalogue, name, Mock(side_effect=sqlite3.OperationalError("disk I/O error")))
+        with pytest.raises(StoreError, match=r"not all known: the catalogue failed \(disk I/O error\); check"):
+            store.models()
+        stats = store.stats
+        assert stats.segments is stats.tokens is stats.encrypted_segments is stats.disk.bytes is None
+        assert stats.catalogue_errors and "unknown" in str(stats)
+        assert not [metric for metric in metrics_of(store, StatsCollector()) if metric.path[-1] == "segments"]
+        monkeypatch.undo()
+        assert (store.stats.segments, store.stats.disk.bytes) == (3, bytes_on_disk) and bytes_on_disk > 0
 
 
 # --- numbers
