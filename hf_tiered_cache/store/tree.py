@@ -196,7 +196,8 @@ class FolderTree:
             status = os.stat(name, dir_fd=self.root_descriptor, follow_symlinks=False)
         except FileNotFoundError:
             if not make:
-                raise
+                reason = f"it has no folder {name!r}, which was deleted or could not be created"
+                raise FileNotFoundError(errno.ENOENT, reason, str(self.path)) from None
             with suppress(FileExistsError):
                 os.mkdir(name, 0o700, dir_fd=self.root_descriptor)
             status = os.stat(name, dir_fd=self.root_descriptor, follow_symlinks=False)

@@ -533,6 +533,17 @@ def test_a_store_that_cannot_be_written_says_so_in_one_sentence(whole, model, tm
     assert {path: look(path)[path] for path in files_before} == files_before
 
 
+def test_a_folder_that_cannot_become_a_store_says_which_part_it_lacks(root, monkeypatch, caplog):
+    root.mkdir()
+    refuse = Mock(side_effect=OSError(errno.EROFS, "Read-only file system"))
+    monkeypatch.setattr("hf_tiered_cache.store.root.open_file", refuse)
+    with KVStore(root, engine="posix") as store:
+        for action in (store.verify, store.segments, store.documents):
+            with pytest.raises(StoreError, match=r"it has no folder 'segments', which .* could not be created"):
+                action()
+    assert "it has no folder 'segments'" in caplog.text and not list(root.iterdir())
+
+
 @pytest.mark.parametrize("failing", ["lock", "list_names"])
 def test_a_file_that_cannot_be_used_is_reported_in_one_sentence_that_names_the_store(
     whole, model, tmp_path, monkeypatch, failing
