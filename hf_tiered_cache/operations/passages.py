@@ -258,9 +258,7 @@ def precompute_passages(
         bar.update(sum(passage.tokens for passage in call.passages if passage.row or not passage.stored_tokens))
         call.compute(call.storable, bar)
     storage.flush()
-    found = call.find()
-    if pin:
-        storage.disk.pin({passage.row.id for passage in found if passage.row is not None})
+    call.find()
     call.rank(progress)
     removed, kept = enter_documents(storage, call.records(), call.incomplete())
     for document in kept:
@@ -273,7 +271,11 @@ def precompute_passages(
         call.find()
         call.compute(stored_before, bar_over(0, progress=False))
     storage.flush()
-    new = [passage for passage in call.find() if passage not in stored_before]
+    stored = call.find()
+    if pin:  # what no label names could not be found to be unpinned
+        named = [passage for passage in stored if not passage.labels or passage.labels.keys() - set(kept)]
+        storage.disk.pin({passage.row.id for passage in named if passage.row is not None})
+    new = [passage for passage in stored if passage not in stored_before]
     return replace(report, stored=sum(passage.stored_tokens for passage in new), removed=removed, kept=len(kept))
 
 

@@ -6,6 +6,7 @@ import copy
 import errno
 import json
 import sys
+from unittest.mock import Mock
 
 import processes
 import pytest
@@ -191,6 +192,25 @@ def test_a_document_stays_if_there_is_no_room_for_the_new_one(root, model):
         assert store.documents() == before
 
 
+@pytest.mark.parametrize("labels", [["report", "report"], ["letter", "report"]], ids=["no label", "a label"])
+def test_of_a_document_that_is_not_replaced_no_new_passage_is_pinned(root, model, labels):
+    with KVStore(root) as store:
+        fill(store, model, PASSAGES[:1], ["report"], pin=True)
+        (old,) = store.pinned()
+    with KVStore(root, disk_quota=600_000) as store:
+        report = fill(store, model, [PASSAGES[1], prompt(960, seed=2)[0]], labels, pin=True)
+        assert (report.kept, report.stored) == (1, 64)
+        assert store.pinned() == {old} | {name for info in store.documents("letter") for name in info.segments}
+        assert len(store.pinned()) == len(set(labels))
+
+
+def test_no_passage_is_pinned_before_its_label_is_saved(store, model, monkeypatch):
+    monkeypatch.setattr(passages, "enter_documents", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        fill(store, model, PASSAGES[:1], ["report"], pin=True)
+    assert lengths(store) == [96] and not store.pinned()
+
+
 def test_a_model_that_cannot_be_identified_has_no_document(root, store, model):
     fill(store, model, PASSAGES[:1], ["report"])
     before, again = store.documents(), copy.deepcopy(model)
@@ -301,8 +321,9 @@ def test_what_another_process_deletes_meanwhile_is_stored_again(root, store, mod
         return contents.enter_documents(storage, entries, incomplete)
 
     monkeypatch.setattr(passages, "enter_documents", late)
-    fill(store, model, [PASSAGES[0]], ["b"])
+    fill(store, model, [PASSAGES[0]], ["b"], pin=True)
     assert [(info.label, info.evicted) for info in store.documents()] == [("b", 0)]
+    assert store.pinned() == {row.id for row in store.segments()}
     assert found(store, model, PASSAGES[0]) == 96
 
 
