@@ -132,9 +132,9 @@ class SegmentStore(Space):
     def report(self, segment_id: str, error: BaseException) -> None:
         """Handle a segment that could not be used. From now on only its part before the fault is offered.
 
-        A segment without an intact beginning is deleted, so that it can be stored again. A read error may be temporary,
-        so it hides the segment from this process only, and for a limited time. Errors that are not caused by the file
-        have no consequence for it.
+        A segment without an intact first block is deleted, so that it can be stored again. A read error, or an invalid
+        header, may be temporary, so it hides the segment from this process only, and for a limited time. Errors that
+        are not caused by the file have no consequence for it.
         """
         if isinstance(error, FileNotFoundError) and segment_id in self._removed:
             return  # it was deleted, or replaced, since it was looked up
@@ -156,13 +156,16 @@ class SegmentStore(Space):
             self._hide(segment_id, for_good=not isinstance(error, OSError))
 
     def _handle_damage(self, segment_id: str, error: BaseException) -> None:
-        """Limit or delete a damaged segment, unless another process has replaced it by an intact one."""
+        """Limit, hide or delete a damaged segment, unless another process has replaced it by an intact one."""
         valid_hashes = error.valid_hashes if isinstance(error, IntegrityError) else 0
         try:
             if not self._is_damaged(segment_id, error):
                 return
             if valid_hashes:
                 self.index.limit(segment_id, valid_hashes)
+                return
+            if isinstance(error, FormatError):  # perhaps incomplete: another program copies it from a backup
+                self._hide(segment_id, for_good=False)
                 return
             self._hide(segment_id, for_good=True)
             if self.backend.writable:

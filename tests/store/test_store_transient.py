@@ -572,3 +572,33 @@ def test_an_intact_copy_that_is_written_over_an_open_segment_is_served(tmp_path)
     store.report(header.id, caught.value)
     assert [row.id for row in store.find(hashes(4))] == [header.id]
     assert all(map(torch.equal, read_back(store, header.id), read_back(other_store, header.id)))
+
+
+@pytest.mark.parametrize("is_open", [True, False], ids=["open", "not open"])
+@pytest.mark.parametrize("written", [0, 100, 4096, 20_000, -1])
+def test_a_copy_of_a_segment_that_stalls_is_completed_and_served(tmp_path, written, is_open):
+    """Such as a backup that is copied into the folder of a store that is in use."""
+    store = open_store(tmp_path)
+    header = publish(store)
+    path = store.path(header.id)
+    content = path.read_bytes()
+    if is_open:
+        read_back(store, header.id)
+    with open(path, "wb") as copy:
+        copy.write(content[:written])
+        copy.flush()
+        for _ in range(3):
+            assert store.reader(header.id) is None
+        assert store.find(hashes(4)) == []
+        copy.write(content[written:])
+    store._failures.clear()  # as a second later
+    assert [row.id for row in store.find(hashes(4))] == [header.id]
+    assert read_back(store, header.id)
+
+
+def test_a_copy_that_is_never_completed_is_stored_again(tmp_path):
+    store = open_store(tmp_path)
+    header = publish(store)
+    os.truncate(store.path(header.id), 5000)
+    assert store.reader(header.id) is None
+    assert publish(store).id == header.id and read_back(store, header.id)
