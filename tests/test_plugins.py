@@ -22,6 +22,7 @@ from hf_tiered_cache.errors import ConfigError
 from hf_tiered_cache.methods import (
     METHODS,
     BudgetMethod,
+    Epic,
     Exact,
     Impress,
     KVDrive,
@@ -259,7 +260,7 @@ def test_a_method_has_only_the_members_that_all_methods_need():
     own = {name for name in vars(Method) if not name.startswith("_")} | {"geometry"}
     assert own == {
         *("geometry", "ahead_bytes", "codec", "policy", "positions_to_compute", "provenance"),
-        *("lossless", "records_approximations", "coded", "usable_hashes"),
+        *("plan", "lossless", "records_approximations", "coded", "usable_hashes"),
     }
 
 
@@ -400,6 +401,35 @@ def test_a_faulty_result_of_an_index_is_refused(kind, model, tmp_path, monkeypat
 def test_a_budget_that_is_no_number_of_tokens_is_refused(tokens, model, store):
     with pytest.raises(ConfigError, match=re.escape(f"ByFaulty.token_budget(192) returned {tokens!r}")):
         ask(model, store, question(prompt(PREFIX)), ByFaulty(0.25, tokens=tokens))
+
+
+@pytest.mark.parametrize(
+    ("positions", "fault"),
+    [
+        (lambda end: None, r"returned None \(NoneType\); it must return 4 int64 arrays, one for each of the layers"),
+        (lambda end: np.arange(end), "it must return 4 int64 arrays"),
+        (lambda end: (np.arange(end),), "it must return 4 int64 arrays"),
+        (lambda end: (np.arange(float(end)),) * 4, "it must return 4 int64 arrays"),
+        (lambda end: (torch.arange(end),) * 4, "it must return 4 int64 arrays"),
+        (lambda end: (np.arange(end - 1),) * 4, "is wrong: layer 0 must compute ascending positions"),
+        (lambda end: (np.arange(9, end), *[np.arange(end)] * 3), "is wrong: layer 1 computes positions that layer 0"),
+    ],
+)
+def test_positions_that_no_layer_can_compute_are_refused(positions, fault, store, monkeypatch):
+    model = build("llama", num_hidden_layers=4)
+    fill(store, model, prompt(PREFIX), Exact())
+    monkeypatch.setattr(Exact, "positions_to_compute", lambda self, context: positions(context.num_positions))
+    with pytest.raises(ConfigError, match=f"^Exact.positions_to_compute .*{fault}"):
+        ask(model, store, question(prompt(PREFIX)), Exact())
+
+
+@pytest.mark.parametrize("tokens", [None, 5, [np.zeros(3)], [[1, 2]], []], ids=repr)
+def test_reused_tokens_that_are_no_arrays_are_refused(tokens, model, store, monkeypatch):
+    passage, method = prompt(48, seed=3)[0], Epic(lead=1)
+    store.precompute(model, passage, passages=True, method=method, progress=False)
+    monkeypatch.setattr(Epic, "reused_tokens", lambda self, passages: tokens)
+    with pytest.raises(ConfigError, match=r"^Epic.reused_tokens returned .*; it must return 1 int64 arrays"):
+        ask(model, store, torch.cat([prompt(10), passage[None], prompt(9)], dim=1), method)
 
 
 def test_an_unknown_kind_of_prefetch_is_refused(model, store):

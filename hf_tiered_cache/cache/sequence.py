@@ -147,10 +147,8 @@ class SequenceState:
         may_select = self.selects and not whole
         if may_select and isinstance(method, BudgetMethod) and (budgets := method.budgets(context)) is not None:
             plan: Plan = self._plan_within(context, method, budgets)
-        elif isinstance(method, Passages):
-            plan = method.plan(context)
         else:
-            plan = Plan(base, num_positions, method.positions_to_compute(context), groups)
+            plan = method.plan(context)
         if plan.computed[-1].shape[-1] < num_positions or plan.restored_tokens:
             return plan
         approximate = any(not piece.exact for group in groups for piece in group.pieces)

@@ -14,7 +14,10 @@ from math import inf
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
+
 from ..errors import ConfigError, check_switches, with_type
+from ..restore.plan import Plan
 from ..restore.rows import PlanContext, Positions
 from ..selection.prompt import PREFETCHED
 from ..selection.selectors import Selector
@@ -76,6 +79,25 @@ class Method(ABC):
         The number of positions never grows from layer to layer. Each layer computes the last `context.must_compute`
         positions and all positions from `context.restorable` on. `context.suffix_positions()` are these alone.
         """
+
+    def plan(self, context: PlanContext) -> Plan:
+        """Return the plan of a pass. Raises ConfigError if `positions_to_compute` did not return valid positions."""
+        member = "positions_to_compute"
+        positions = self._arrays(member, self.positions_to_compute(context), context.layers, "layers")
+        try:
+            return Plan(context.base, context.num_positions, positions, context.groups)
+        except ValueError as error:
+            raise ConfigError(f"{type(self).__name__}.{member} is wrong: {error}") from error
+
+    def _arrays(self, member: str, answer: Any, count: int, owners: str) -> tuple[np.ndarray, ...]:
+        """Return the integer arrays that a member of a plug-in returned, one for each of its `count` owners."""
+        is_valid = isinstance(answer, tuple | list) and len(answer) == count
+        if not is_valid or not all(isinstance(array, np.ndarray) and array.dtype.kind in "iu" for array in answer):
+            raise ConfigError(
+                f"{type(self).__name__}.{member} returned {with_type(answer)}; it must return {count} int64 arrays, "
+                f"one for each of the {owners}"
+            )
+        return tuple(answer)
 
     @cached_property
     def provenance(self) -> str:

@@ -125,11 +125,11 @@ class Passages(Method):
         return selected + (context.missing,) * (context.layers - wide_layers)
 
     def plan(self, context: PlanContext) -> Plan:
-        """Return the plan of a pass. The pass itself completes it if KV is compared, unless all KV is exact."""
-        common = context.base, context.num_positions, self.positions_to_compute(context), context.groups
-        narrowing = self.narrowing(context.layers)
+        """Return the plan of a pass, which the pass completes if it compares KV. See `Method.plan`."""
+        plan, narrowing = super().plan(context), self.narrowing(context.layers)
         if narrowing is None or np.array_equal(context.inexact, context.missing):
-            return Plan(*common)
+            return plan
+        common = plan.base, plan.num_positions, plan.computed, plan.groups
         return PassagesPlan(*common, context, *narrowing, _question_tokens(context, self.question))
 
     def kv_deviation(self, stored: LayerTensors, computed: LayerTensors) -> torch.Tensor:
@@ -181,7 +181,7 @@ class Passages(Method):
         restored = []
         for group in context.groups:
             passages = [piece for piece in group.pieces if not piece.exact]
-            all_tokens = self.reused_tokens(passages)
+            all_tokens = self._arrays("reused_tokens", self.reused_tokens(passages), len(passages), "passages")
             is_restored = context.restored_mask(group, exact=True)
             for piece, tokens in zip(passages, all_tokens, strict=True):
                 positions = context.positions_of(group, piece)[tokens]

@@ -20,7 +20,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ..errors import ConfigError, StoreBusyError, with_type
+from ..errors import StoreBusyError
+from .answers import check_answers
 from .backend import HeadLength, SegmentBackend
 from .engines import EngineFile, ReadOp
 from .engines.base import Call, coalesce, in_threads
@@ -45,7 +46,8 @@ _COUNTED_FOLDERS = ("", "conversations", "documents", ENTRY.folder)
 class ObjectBackend(ABC, SegmentBackend):
     """Implementation of `SegmentBackend` over objects. Subclasses implement the five abstract methods.
 
-    They may be called from any thread. Their faults are OSErrors: other exceptions end the request.
+    They may be called from any thread. Their faults are OSErrors: other exceptions end the request. What they return is
+    checked.
 
     Args:
         place: Address of the place, for messages.
@@ -68,6 +70,10 @@ class ObjectBackend(ABC, SegmentBackend):
         self.bytes_read = 0
         """Bytes of blocks that were read so far."""
         self._counting = threading.Lock()
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        check_answers(cls)
 
     # --- the objects
 
@@ -160,19 +166,9 @@ class ObjectBackend(ABC, SegmentBackend):
 
         Raises OSError if bytes are missing: a short answer of a place must not count as a damaged object.
         """
-        content = self._checked_range(name, stored.version, offset, nbytes)
+        content = self.get_object(name, stored.version, offset, nbytes)
         if len(content) < min(nbytes, stored.size - offset):
             raise OSError(errno.EIO, "fewer bytes were returned than it has", f"{self.place}/{name}")
-        return content
-
-    def _checked_range(self, name: str, version: Any, offset: int, nbytes: int) -> bytes:
-        """Return what `get_object` returns. Raises ConfigError if that is not bytes, as a plug-in may do."""
-        content = self.get_object(name, version, offset, nbytes)
-        try:
-            memoryview(content)
-        except TypeError:
-            answer = f"not {with_type(content)} for {name}"
-            raise ConfigError(f"{type(self).__name__}.get_object must return bytes, {answer}") from None
         return content
 
     def _read_version(self, name: str, read: Callable[[Stored], _T]) -> _T:
@@ -197,7 +193,7 @@ class ObjectBackend(ABC, SegmentBackend):
         file = call.file
         assert isinstance(file, ObjectFile)
         try:
-            content = self._checked_range(file.name, file.version, call.offset, call.nbytes)
+            content = self.get_object(file.name, file.version, call.offset, call.nbytes)
         except OSError as error:
             error.filename = file.path  # a batch may read several objects
             raise

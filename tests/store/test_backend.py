@@ -15,7 +15,7 @@ from threads import run_in_threads
 
 from hf_tiered_cache.errors import ConfigError, FormatError, IntegrityError, StoreBusyError, StoreClosedError
 from hf_tiered_cache.store import folder, maintain, objects
-from hf_tiered_cache.store.backend import SegmentBackend
+from hf_tiered_cache.store.backend import SegmentBackend, Stored
 from hf_tiered_cache.store.backends import open_remote
 from hf_tiered_cache.store.engines import PosixEngine, ReadOp
 from hf_tiered_cache.store.folder import FolderBackend
@@ -295,12 +295,27 @@ def test_the_lock_is_for_one_at_a_time(backend, monkeypatch):
     assert len(refused) == 1
 
 
-def test_an_answer_that_is_no_bytes_names_the_backend(place_of, monkeypatch):
-    backend = open_remote(place_of("memory"))
-    put(backend)
-    monkeypatch.setattr(type(backend), "get_object", lambda *arguments: None)
-    with pytest.raises(ConfigError, match=r"ObjectStoreBackend\.get_object must return bytes, not None"):
-        whole(backend)
+@pytest.mark.parametrize(
+    ("member", "answer", "action"),
+    [
+        ("get_object", None, whole),
+        ("get_beginnings", {A: "x"}, lambda backend: backend.get_beginnings([A], 8)),
+        ("find_object", (1, SIZE, SIZE), whole),
+        ("find_object", Stored(1, "2", 3), lambda backend: backend.find(A)),
+        ("list_objects", [A], lambda backend: backend.names()),
+        ("list_objects", {f"{A}.kv": (1, SIZE, SIZE)}, lambda backend: backend.usage()),
+        ("delete_object", None, lambda backend: backend.delete(A)),
+        ("free", "1 GiB", lambda backend: put(backend, B)),
+    ],
+)
+def test_an_answer_of_a_wrong_type_names_the_backend_and_its_method(member, answer, action):
+    sound = MemoryBackend()
+    put(sound)
+    backend = type("Faulty", (MemoryBackend,), {member: lambda *arguments, **options: answer})()
+    backend.objects = sound.objects
+    sound.close()
+    with pytest.raises(ConfigError, match=rf"^Faulty\.{member} must return .*, not .*\({type(answer).__name__}\)"):
+        action(backend)
     backend.close()
 
 
