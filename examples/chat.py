@@ -54,6 +54,8 @@ def main() -> int:
                 chat(store, folder, arguments)
     except (TieredCacheError, OSError, UnicodeError) as error:  # such as a conversation that another process uses
         raise SystemExit(str(error)) from None
+    except KeyboardInterrupt:  # the turns before are stored
+        raise SystemExit(130) from None
     return 0
 
 

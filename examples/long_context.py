@@ -109,7 +109,10 @@ def arguments_of(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--dtype", help="data type; default: the model's, or float32 for the included model on a CPU")
     parser.add_argument(
-        "--yarn", **share, help="YaRN factor of positions; default: 1, or the factor that the included model needs"
+        "--yarn",
+        type=factor,
+        metavar="X",
+        help="YaRN factor of positions; default: 1, or the factor that the included model needs",
     )
     parser.add_argument("--skip-full", action="store_true", help="skip the third process")
     parser.add_argument("--process", choices=DOES, help=argparse.SUPPRESS)
@@ -120,6 +123,13 @@ def arguments_of(argv: list[str] | None = None) -> argparse.Namespace:
 def positive(text: str) -> int:
     """Parse a number of at least 1 on a command line."""
     if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return number
+
+
+def factor(text: str) -> float:
+    """Parse a factor of at least 1 on a command line."""
+    if not (number := float(text)) >= 1:  # also NaN
         raise argparse.ArgumentTypeError(f"{text} is less than 1")
     return number
 
@@ -330,10 +340,10 @@ def load(arguments: argparse.Namespace) -> tuple[Any, Any]:
     with loading(name, OSError, ValueError, AttributeError):
         config, shipped = AutoConfig.from_pretrained(name), Path(name).resolve() == REFERENCE
     trained = TRAINED if shipped else config.max_position_embeddings
-    factor = arguments.yarn or (max(1.0, arguments.tokens / trained) if shipped else 1.0)
-    if factor > 1:
+    yarn = arguments.yarn or (max(1.0, arguments.tokens / trained) if shipped else 1.0)
+    if yarn > 1:
         theta = config.rope_parameters["rope_theta"]
-        config.rope_parameters = {"rope_type": "yarn", "rope_theta": theta, "factor": factor}
+        config.rope_parameters = {"rope_type": "yarn", "rope_theta": theta, "factor": yarn}
         config.rope_parameters["original_max_position_embeddings"] = trained
     elif arguments.tokens > trained and arguments.process == "store":
         print(

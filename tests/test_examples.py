@@ -11,6 +11,7 @@ import sys
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import processes
 import pytest
@@ -247,6 +248,16 @@ def test_a_damaged_history_of_a_chat_is_one_sentence(tmp_path, monkeypatch, cont
         example.History.read(path)
 
 
+def test_ctrl_c_in_an_answer_of_a_chat_is_no_traceback(small, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    example = importlib.import_module("chat")
+    monkeypatch.setattr(example, "reply", Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr(sys, "argv", ["chat", "--model", small, "--store", str(tmp_path / "chat"), "--say", "Who?"])
+    with pytest.raises(SystemExit) as ended:
+        example.main()
+    assert ended.value.code == 130
+
+
 @pytest.mark.parametrize("name", ["demo", "long_context", "stored_corpus"])
 def test_a_model_of_an_example_that_does_not_exist_is_one_sentence(tmp_path, monkeypatch, name):
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
@@ -262,6 +273,7 @@ WRONG = {
     "demo": (["--ask", "0", "--store", "no-text"],),
     "long_context": (
         ["--questions", "0"],
+        *(["--yarn", factor] for factor in ("-1", "0", "0.5", "nan")),
         *(["--process", "store", *words] for words in (["--text", "no-text"], ["--text", "empty"], ["--budget", "2"])),
     ),
     "retriever": (["--k", "-1"], ["--documents", "folder", "--question", "Who?"], ["--method", "exact"]),
