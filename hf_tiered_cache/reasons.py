@@ -56,8 +56,8 @@ ODD_POSITIONS = (
     "position_ids or cache_position do not count the tokens, so nothing is restored or stored from that position on"
 )
 OWN_POSITIONS = (
-    "without position_ids this model may number tokens otherwise than in generate(), so nothing is restored or stored; "
-    "pass position_ids that count from 0"
+    "without position_ids this model may not number tokens from 0, so nothing is restored or stored; pass its forward "
+    "position_ids that count from 0. If its generate() drops them, use DynamicCache with generate()"
 )
 EDITED = "the cache's keys or values were changed in place, so nothing is restored or stored from that position on"
 LOOKS_AHEAD = (

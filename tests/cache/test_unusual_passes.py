@@ -442,6 +442,22 @@ def test_positions_that_a_model_counts_otherwise_are_not_mixed_up(roberta, tmp_p
         assert (TieredCache(roberta, store).look_up(ids)[0] is not None) == (first != "forward")
 
 
+def test_the_advice_where_generate_drops_positions_is_not_to_pass_them_there(roberta, tmp_path, monkeypatch):
+    """Kosmos-2.5 drops them."""
+    prepare = type(roberta).prepare_inputs_for_generation
+
+    def without_positions(model, *arguments, **options):
+        return prepare(model, *arguments, **options) | {"position_ids": None}
+
+    monkeypatch.setattr(type(roberta), "prepare_inputs_for_generation", without_positions)
+    ids = prompt(80)
+    with KVStore(tmp_path, **QUIET) as store:
+        cache = TieredCache(roberta, store)
+        roberta.generate(ids, position_ids=torch.arange(80)[None], past_key_values=cache, max_new_tokens=1)
+        assert cache.stats.reason == reasons.OWN_POSITIONS
+        assert reasons.OWN_POSITIONS.endswith("If its generate() drops them, use DynamicCache with generate()")
+
+
 # --- rows
 
 
