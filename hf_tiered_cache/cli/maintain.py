@@ -204,8 +204,9 @@ def copy(
 
     What the target has is left out. Segments are verified first, those of a folder only if the key is given or not
     needed. Segments from a remote need the key if they are encrypted.
-    Segments of compacted conversations are not copied, since no other store can use them, but listed. The exit status
-    is 1 if a segment could not be copied.
+    Segments of compacted conversations are not copied, since no other store can use them, but listed. The records of
+    conversations and documents stay: the target restores their KV by its tokens, but does not list them. The exit
+    status is 1 if a segment could not be copied.
     """
     to_remote = bool(scheme_of(target))
     if to_remote == bool(scheme_of(source)):
@@ -221,6 +222,9 @@ def copy(
             print(f"not copied, since only this store can use them: {left_out} of compacted conversations")
             for conversation in sorted({*result.left_out.values()} - {""}):
                 print(f"  {printable(conversation)}")
+        if result.records:
+            records = count(result.records, "record")
+            print(f"not copied: {records} of conversations and documents; the target finds their KV by its tokens")
         for segment, reason in result.failed.items():
             print(f"  {segment}: {reason}", file=sys.stderr)
     raise typer.Exit(1 if result.failed else 0)
@@ -236,6 +240,8 @@ class Copied:
     """Number of segments that the target had."""
     left_out: dict[str, str] = field(default_factory=dict)
     """Compacted segments, which are not copied, with the ids of their conversations; "" if no record names it."""
+    records: int = 0
+    """Number of conversations and documents with copied segments. Their records are not copied."""
     failed: dict[str, str] = field(default_factory=dict)
     """Reason by segment that could not be copied."""
 
@@ -255,6 +261,8 @@ def _send(source: str, target: str, names: list[str], key_file: Path | None) -> 
         contents, disk = contents_of_open(store), storage_of(store).disk
         records = storage_of(store).conversations.all()
         conversations = {segment: record.id for record in records for segment in record.segments}
+        segments_of_records = [info.segments for info in store.conversations()]
+        segments_of_records += [info.segments for info in store.documents()]
         ids = [contents.row_of(name).id for name in names]
         if not names:
             ids = [row.id for row in contents.rows]
@@ -273,6 +281,8 @@ def _send(source: str, target: str, names: list[str], key_file: Path | None) -> 
                 result.copied += bool(sent.nbytes)
                 result.bytes += sent.nbytes
                 result.present += not sent.nbytes
+        copied = set(ids) - result.failed.keys() - result.left_out.keys()
+        result.records = sum(not copied.isdisjoint(segments) for segments in segments_of_records)
     return result
 
 

@@ -59,7 +59,8 @@ def as_json(*arguments):
 def test_a_corpus_is_copied_to_a_remote_and_to_a_worker(model, corpus, address, tmp_path):
     copied = as_json("copy", corpus, address)
     assert (copied["copied"], copied["present"], copied["failed"]) == (3, 0, {})
-    assert as_json("copy", corpus, address) == {"copied": 0, "bytes": 0, "present": 3, "left_out": {}, "failed": {}}
+    nothing = {"copied": 0, "bytes": 0, "left_out": {}, "records": 0, "failed": {}}
+    assert as_json("copy", corpus, address) == nothing | {"present": 3}
     worker = tmp_path / "worker"
     fetched = as_json("copy", address, worker)
     assert (fetched["copied"], fetched["bytes"]) == (3, copied["bytes"])
@@ -201,6 +202,25 @@ def test_compacted_conversations_that_are_not_copied_are_named(tmp_path):
     copied = as_json("copy", tmp_path / "kv", f"file://{tmp_path}/other")
     assert (copied["copied"], copied["left_out"]) == (1, dict(zip(compacted, ("alice", ""), strict=True)))
     assert [path.stem for path in (tmp_path / "other" / "segments").iterdir()] == [prompt_id]
+
+
+def test_records_that_are_not_copied_are_counted(model, tmp_path):
+    target = f"file://{tmp_path}/remote"
+    with KVStore(tmp_path / "kv") as store:
+        texts, labels = [prompt(48, seed=seed)[0] for seed in (1, 2)], ["a", "b"]
+        store.precompute(model, texts, passages=True, method=Epic(lead=1), labels=labels, progress=False)
+        (copied,) = store.documents("a")[0].segments
+        cache = TieredCache(model, store, conversation="alice", method="exact")
+        model.generate(prompt(64), past_key_values=cache, max_new_tokens=1)
+        cache.suspend()
+    done = run("copy", tmp_path / "kv", target, copied)
+    assert "not copied: 1 record of conversations and documents; the target finds their KV" in done.stdout
+    assert as_json("copy", tmp_path / "kv", target)["records"] == 3
+    assert as_json("copy", target, tmp_path / "new")["copied"] == 3
+    with KVStore(tmp_path / "new") as store:
+        cache = TieredCache(model, store)
+        model.generate(prompt(64), past_key_values=cache, max_new_tokens=1)
+        assert cache.stats.tokens_restored == 63 and not store.conversations() and not store.documents()
 
 
 def publish(root, seed, provenance="exact"):
