@@ -20,7 +20,7 @@ from ..errors import ConfigError
 from ..reasons import bypassed
 from . import rope, rotary
 from .attention import PATCHES
-from .layers import PREFILL_CONTINUES_CACHE, base_model, cache_argument, devices_of
+from .layers import PREFILL_CONTINUES_CACHE, base_model, cache_argument, devices_of, restoring_depth
 from .replacement import Replacement, copy_as_it_is, copy_without, without_hook
 from .scope import CACHE_ARGUMENTS, EAGER_STANCE, ServedCache, Session, arguments_by_name, current, follows_cache
 
@@ -243,7 +243,7 @@ class _Generate(_Wrapper):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if len(args) > 1 and "generation_config" in self.__signature__.parameters:  # `_setting` reads it by name
             args, kwargs = (), arguments_by_name(self.__signature__, args, kwargs)
-        with self._session_call(kwargs) as session_cache:
+        with self._session_call(kwargs) as session_cache, restoring_depth(self.attachment.config):
             if session_cache is not None:
                 for name in CACHE_ARGUMENTS:
                     kwargs.pop(name, None)

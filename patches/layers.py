@@ -16,7 +16,7 @@ import transformers
 from packaging.version import Version
 from torch import nn
 from torch.nn.modules import module as torch_module
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 
 from ..errors import UnsupportedModelError
 from .replacement import Replacement
@@ -66,6 +66,17 @@ def base_model(model: nn.Module) -> PreTrainedModel:
     raise UnsupportedModelError(
         f"{type(model).__name__} is not a transformers model; pass the model that has generate()"
     )
+
+
+@contextmanager
+def restoring_depth(config: PreTrainedConfig) -> Iterator[None]:
+    """Restore a configuration's number of layers if the body raises: drafts by the first layers have changed it."""
+    depth = config.num_hidden_layers
+    try:
+        yield
+    except BaseException:
+        config.num_hidden_layers = depth
+        raise
 
 
 def decoder_layers(model: nn.Module, count: int) -> nn.ModuleList:

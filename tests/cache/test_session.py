@@ -81,6 +81,22 @@ def test_generate_gives_the_same_tokens_and_restores_the_second_time(model, stor
     assert torch.equal(generate(), plain)
 
 
+def test_a_draft_of_the_first_layers_that_fails_leaves_the_model_all_layers(model, store):
+    plain = model.generate(prompt(70), **GREEDY)
+
+    def fail_in_a_draft(ids, scores):
+        if model.config.num_hidden_layers == 1:
+            raise KeyboardInterrupt
+        return scores
+
+    drafting = GREEDY | {"assistant_model": model, "assistant_early_exit": 1, "logits_processor": [fail_in_a_draft]}
+    with tiered(model, store) as session:
+        with pytest.raises(KeyboardInterrupt):
+            model.generate(prompt(70), **drafting)
+        assert torch.equal(model.generate(prompt(70), **GREEDY), plain)
+        assert session.stats.requests == 1  # the one that failed does not count
+
+
 def test_an_assistant_model_drafts_with_a_cache_of_its_own(model, store):
     assistant = lively(seed=1)
     plain = model.generate(prompt(70), assistant_model=assistant, **GREEDY)
