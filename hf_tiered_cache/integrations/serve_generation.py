@@ -230,8 +230,6 @@ class BatchedGenerateManager(CBGenerateManager):
         processor = getattr(self._cb, "batch_processor", None)
         limit_request(model, inputs, gen_config, None if processor is None else _page_tokens(processor.cache))
         sampling = sampling_of(model, gen_config)
-        if not inputs["input_ids"]:
-            raise HTTPException(400, "the prompt has no tokens")  # the engine would end with all of its requests
         name = f"{request_id}-{next(self._numbers)}"
         self._sampling[name] = sampling
         if self._session is not None:

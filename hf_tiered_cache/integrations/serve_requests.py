@@ -37,12 +37,35 @@ MAX_SEQUENCES = 16
 """Maximum number of beams or returned sequences per request. Each takes the memory of a prompt."""
 MIN_TEMPERATURE = 1e-10
 """Lower temperatures select the most likely token, since float32 cannot represent the quotients."""
-_RANGES: dict[str, tuple[float, float]] = {
-    "max_new_tokens": (1, math.inf),
-    "temperature": (0, 1e10),
-    "top_k": (0, 2**31 - 1),
-    "top_p": (0, 1),
+_MOST = 2**31 - 1
+_COUNTS: dict[str, tuple[float, float]] = {
+    **dict.fromkeys(("max_new_tokens", "max_length", "prefill_chunk_size"), (1, math.inf)),
+    **dict.fromkeys(("min_length", "min_new_tokens"), (0, math.inf)),
+    **dict.fromkeys(("num_beams", "num_return_sequences"), (1, MAX_SEQUENCES)),
+    **dict.fromkeys(("prompt_lookup_num_tokens", "max_matching_ngram_size", "num_assistant_tokens"), (1, _MOST)),
+    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), (0, 1024)),  # each takes its memory
+    "top_k": (0, _MOST),
 }
+_NUMBERS: dict[str, tuple[float, float]] = {
+    "temperature": (0, 1e10),
+    **dict.fromkeys(("top_p", "top_h", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff"), (0, 1)),
+    "assistant_confidence_threshold": (0, 1),
+    **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty", "max_time"), (-1e10, 1e10)),
+    **dict.fromkeys(("length_penalty", "guidance_scale", "diversity_penalty"), (-1e10, 1e10)),
+}
+_TOKENS = {
+    *("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "forced_bos_token_id"),
+    *("forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens", "bad_words_ids"),
+}
+_FLAGS = {
+    *("do_sample", "use_cache", "remove_invalid_values", "renormalize_logits", "disable_compile", "low_memory"),
+    *("output_scores", "output_logits", "output_attentions", "output_hidden_states", "return_dict_in_generate"),
+}
+_CHECKED_BY_GENERATE = {
+    *("cache_implementation", "early_stopping", "exponential_decay_length_penalty", "sequence_bias", "stop_strings"),
+    "transformers_version",
+}
+"""Settings whose values `generate()` checks, or ignores."""
 _CLIENT_NAMES = {
     "max_new_tokens": "max_tokens",
     "repetition_penalty": "frequency_penalty",
@@ -153,26 +176,57 @@ _PER_REQUEST = {
 """Generation settings that each request in continuous batches can have for itself."""
 
 
+def _changed_settings(model: PreTrainedModel, gen_config: GenerationConfig) -> dict[str, Any]:
+    """Return the settings of a request, by name, that differ from the model's and from transformers' defaults."""
+    defaults = GenerationConfig._get_default_generation_params()
+    neutral = (vars(model.generation_config), defaults, vars(GenerationConfig()))
+    return {
+        name: value
+        for name, value in vars(gen_config).items()
+        if name[0] != "_" and all(value != values.get(name) for values in neutral)
+    }
+
+
+def _check_settings(model: PreTrainedModel, changed: dict[str, Any]) -> None:
+    """Raise HTTPException for a setting that `generate()` does not check: it can raise any error, or never end."""
+    ranges = _COUNTS | _NUMBERS
+    ranges["assistant_early_exit"] = (1, model.config.get_text_config(decoder=True).num_hidden_layers)
+    for name, value in changed.items():
+        allowed, is_allowed = "", name in _CHECKED_BY_GENERATE
+        if name in ranges:
+            least, most = ranges[name]
+            kinds = (int, float) if name in _NUMBERS else int
+            allowed = f"must be between {least:g} and {most:g}" + ("" if name in _NUMBERS else ", and an integer")
+            is_allowed = isinstance(value, kinds) and not isinstance(value, bool) and least <= value <= most
+        elif name in _FLAGS:
+            allowed, is_allowed = "must be true or false", isinstance(value, bool)
+        elif name in _TOKENS:
+            allowed, is_allowed = "must be a token id or a list of token ids", _has_tokens(value)
+        if not is_allowed:
+            reason = f"is {value!r}, but {allowed}" if allowed else "is not supported by this server: omit that"
+            raise HTTPException(400, f"{_CLIENT_NAMES.get(name, name)} {reason}")
+
+
+def _has_tokens(value: Any) -> bool:
+    """Return whether a value is a token id, or consists of lists of token ids."""
+    if isinstance(value, list):
+        return all(map(_has_tokens, value))
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= _MOST
+
+
 def sampling_of(model: PreTrainedModel, gen_config: GenerationConfig) -> dict[str, float]:
     """Return the sampling settings of a request in continuous batches.
 
     Raises:
         HTTPException: The request has settings that the engine can only have for all requests together.
     """
-    own, defaults = vars(model.generation_config), GenerationConfig._get_default_generation_params()
-    neutral = (own, defaults, vars(GenerationConfig()))
-    unsupported = [
-        _CLIENT_NAMES.get(name, name)
-        for name, value in vars(gen_config).items()
-        if name not in _PER_REQUEST and name[0] != "_" and all(value != values.get(name) for values in neutral)
-    ]
+    changed = _changed_settings(model, gen_config)
+    unsupported = [_CLIENT_NAMES.get(name, name) for name in changed if name not in _PER_REQUEST]
     if unsupported:
         raise HTTPException(
             400, f"this server computes requests together and does not support {', '.join(unsupported)}: omit that"
         )
-    eos = gen_config.eos_token_id
-    if not all(isinstance(token, int) for token in (eos if isinstance(eos, list) else [eos or 0])):
-        raise HTTPException(400, f"eos_token_id is {eos!r}, but must be a token id or a list of token ids")
+    own, defaults = vars(model.generation_config), GenerationConfig._get_default_generation_params()
 
     def setting(name: str) -> Any:
         values = (getattr(gen_config, name), own.get(name), defaults.get(name))
@@ -204,17 +258,15 @@ def limit_request(
         raise HTTPException(
             400, f"the request has {sequences} beams or sequences, but this server allows at most {MAX_SEQUENCES}"
         )
-    for name, (least, most) in _RANGES.items():
-        value = getattr(gen_config, name)
-        if value is not None and not (isinstance(value, (int, float)) and least <= value <= most):
-            client_name = _CLIENT_NAMES.get(name, name)
-            raise HTTPException(400, f"{client_name} is {value!r}, but must be between {least:g} and {most:g}")
+    _check_settings(model, _changed_settings(model, gen_config))
     if gen_config.temperature is not None and gen_config.temperature < MIN_TEMPERATURE:
         gen_config.do_sample = False
     ids = inputs.get("input_ids")
     if ids is None:
         return
     tokens = len(ids) if isinstance(ids, list) else ids.shape[-1]
+    if not tokens:  # the engine of continuous batching would end with all of its requests
+        raise HTTPException(400, "the prompt has no tokens")
     context = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     limits = {"the model's context is": context, "the pages of this server (--cb-num-blocks) hold": page_tokens}
     for what, limit in limits.items():

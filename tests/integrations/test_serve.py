@@ -170,6 +170,13 @@ def test_a_model_that_no_store_supports_is_batched_without_one(caplog):
     assert caplog.text.count("is served without the store: it has a state") == 1
 
 
+def test_a_prompt_without_tokens_is_refused(store):
+    manager = generation.TieredGenerateManager(functools.partial(TieredCache, store=store), generation.Cancellation())
+    answer = manager.generate_non_streaming(build("llama"), None, {"input_ids": prompt(0)}, greedy())
+    with pytest.raises(server.HTTPException, match="has no tokens"):
+        asyncio.run(answer)
+
+
 def test_an_empty_prompt_does_not_end_the_engine_of_the_others():
     model, batches = build("llama"), generation.BatchedGenerateManager(server.Batching(lambda model: None, paging()))
     batches.init_cb(model, greedy())

@@ -107,6 +107,30 @@ def test_a_setting_out_of_range_is_refused_in_every_mode(request, name, body, me
 @pytest.mark.parametrize(
     ("body", "message"),
     [
+        (generation(assistant_early_exit=-1), "assistant_early_exit is -1, but must be between 1 and 2"),
+        (generation(assistant_early_exit=0.5), "assistant_early_exit is 0.5"),
+        (generation(begin_suppress_tokens=[None]), "begin_suppress_tokens is [None]"),
+        (generation(bos_token_id=1e30), "bos_token_id is 1e+30"),
+        (generation(encoder_no_repeat_ngram_size=10**20), "encoder_no_repeat_ngram_size is 100000000000000000000"),
+        (generation(prefill_chunk_size=-1), "prefill_chunk_size is -1"),
+        (generation(use_cache="no"), "use_cache is 'no'"),
+        (generation(watermarking_config={"context_width": 10**10}), "watermarking_config is not supported"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_generate_does_not_check_is_refused_and_the_next_request_is_served(plain, body, message):
+    before = complete(plain)["choices"]
+    try:
+        status, text = plain.chat(body, "/v1/completions")
+    except Exception as error:  # the server's fault, which it raises after its answer
+        status, text = 500, str(error)
+    assert (status, message in text) == (400, True), text
+    assert complete(plain)["choices"] == before
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
         (generation(do_sample=True, num_return_sequences=2), "num_return_sequences"),
         (generation(num_beams=2), "num_beams"),
         (generation(guidance_scale=2.0), "guidance_scale"),
