@@ -12,7 +12,7 @@ from torch import nn
 from transformers import Cache, PreTrainedModel
 
 from .. import reasons
-from ..errors import CacheMismatchError
+from ..errors import CacheMismatchError, ConfigError
 from ..layers import DenseSource, SelectedSource, kv_sources, sources_for
 from ..methods import BudgetMethod, Exact, Method
 from ..patches.attach import Attachment, attach, attachment_of
@@ -184,8 +184,11 @@ class StoredCache(Cache, ServedCache):
 
         Raises:
             CacheMismatchError: The cache is strict, and holds other tokens.
-            ConfigError, ConversationInUseError: See `Conversation.begin_pass`.
+            ConfigError: The prompt has no tokens. Also see `Conversation.begin_pass`.
+            ConversationInUseError: See `Conversation.begin_pass`.
         """
+        if not input_ids.shape[1]:
+            raise ConfigError("the prompt has no tokens; pass at least one, such as the tokenizer's bos_token_id")
         executor = self._executor
         if executor.conversation is not None:
             executor.conversation.begin_pass(is_prompt=True, is_empty=True, ids=input_ids)

@@ -273,6 +273,12 @@ def test_a_prompt_of_one_token_and_one_shorter_than_a_chunk(model, store):
             assert torch.equal(model.generate(ids, past_key_values=cache, **GREEDY), plain(model, ids))
 
 
+def test_a_prompt_without_tokens_is_refused_in_one_sentence(model, store):
+    cache = TieredCache(model, store)
+    with pytest.raises(ConfigError, match="the prompt has no tokens"):
+        model.generate(prompt(0), past_key_values=cache, **GREEDY)
+
+
 def test_restore_and_record_can_be_switched_off(model, store):
     store.precompute(model, prompt(60), progress=False)
     cache = TieredCache(model, store, restore=False)
