@@ -24,6 +24,7 @@ from .container import DIGEST_DTYPE, KEY_ID_BYTES, SALT_BYTES, TAG_BYTES, Guard,
 from .lazy import torch
 
 KEY_BYTES = 32
+_MOST_KEY_FILE_BYTES = 4096
 _NONCE_BYTES = 12
 _GCM_TAG_BYTES = DIGEST_DTYPE.itemsize
 _PIECE_BYTES = 8 << 20  # bytes that are encrypted at a time, into a separate buffer: the plaintext may still be in use
@@ -193,7 +194,8 @@ def read_key_file(path: Path | None) -> bytes | None:
     if path is None:
         return None
     try:
-        data = path.expanduser().read_bytes()
+        with path.expanduser().open("rb") as file:
+            data = file.read(_MOST_KEY_FILE_BYTES)  # a device does not end
     except OSError as error:
         raise ConfigError(f"the key file {path} cannot be read ({error.strerror})") from None
     try:

@@ -12,6 +12,7 @@ import struct
 import subprocess
 import sys
 import traceback
+from pathlib import Path
 
 import fake_kvikio
 import processes
@@ -197,6 +198,8 @@ def test_key_files(tmp_path):
     assert "much" not in str(raised.value)
     with pytest.raises(ConfigError, match="cannot be read"):
         read_key_file(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="does not contain a key"):
+        read_key_file(Path("/dev/zero"))
 
 
 # --- the same answers
