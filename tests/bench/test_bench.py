@@ -130,20 +130,6 @@ def test_find_passages(tmp_path, monkeypatch):
     assert find_passages.STEPS["found"] in (tmp_path / "find-passages-cpu.md").read_text()
 
 
-def test_corpus(tmp_path, monkeypatch):
-    import corpus
-
-    options = ["--model", "tiny", "--layers", "2", "--passages", "5", "--tokens", "30,50", "--repeats", "2"]
-    monkeypatch.setattr(sys, "argv", ["corpus.py", *options, "--out", str(tmp_path)])
-    corpus.main()
-    document = json.loads((tmp_path / "corpus-tiny-2l-float32-cpu.json").read_text())
-    assert len(document["seconds"]) == 2 * len(corpus.RANKINGS)
-    assert all(len(times) == 2 and min(times) > 0 for times in document["seconds"].values())
-    assert (document["passages"], document["batch_tokens"]) == (5, [1, 4096])
-    page = (tmp_path / "corpus-tiny-2l-float32-cpu.md").read_text()
-    assert f"{document['tokens']:,} in all" in page and "by context" in page
-
-
 def test_batching(tmp_path, monkeypatch):
     import batching
 
@@ -230,23 +216,6 @@ def test_steps_counts_functions_entered_once_however_often_a_generator_goes_on(m
 
     monkeypatch.setattr(steps, "PACKAGE", Path(__file__).parent)
     assert steps.counted(other) == {"calls": 2, "functions": 2, "changes_of_file": 0}
-
-
-def test_recompute_schedule(tmp_path, monkeypatch):
-    import recompute_schedule
-
-    once = ["--repeats", "1", "--calibrate-repeats", "1"]
-    options = ["--shape", "tiny", "--prefixes", "64,128", "--rates", "1,0", *once]
-    monkeypatch.setattr(sys, "argv", ["recompute_schedule.py", *options, "--out", str(tmp_path)])
-    recompute_schedule.main()
-    document = json.loads((tmp_path / "recompute-schedule-tiny-float32-cpu.json").read_text())
-    assert document["disks"].keys() == {"1 MB/s", "the disk"}
-    for disk in document["disks"].values():
-        assert all(costs["restore"].keys() == costs["load"].keys() | {"host"} for costs in disk["costs"])
-        assert all(len(row["ttft_s"]["loaded"]) == 1 for row in disk["prefixes"].values())
-    slow = document["disks"]["1 MB/s"]["prefixes"]["128"]
-    assert slow["recomputed"] > 0  # at that rate computing 128 tokens is quicker than loading them
-    assert "auto ÷ better" in (tmp_path / "recompute-schedule-tiny-float32-cpu.md").read_text()
 
 
 def test_rag(tmp_path, monkeypatch, caplog):
