@@ -29,6 +29,10 @@ from hf_tiered_cache import KVStore, tiered
 
 RUNS = ("engine alone", "store, cold", "store, warm host", "store, warm disk")
 PRIVATE = ("engine alone, nothing shared", "store, nothing shared")
+PAGE_TOKENS, BATCH_TOKENS = 16, 512
+"""Tokens per page, and maximum number of tokens per pass."""
+SETTLE_S = 1.0
+"""Seconds before the first request of a run."""
 _PAGE = "page_size" if "page_size" in inspect.signature(ContinuousBatchingConfig).parameters else "block_size"
 
 
@@ -46,8 +50,8 @@ def prompts_of(arguments: argparse.Namespace, tokens: int, shares: bool, seed: i
 def run(model: Any, arguments: argparse.Namespace, prompts: list[list[int]]) -> dict[str, Any]:
     """Serve the prompts with a new engine, and return times in seconds."""
     longest = max(map(len, prompts)) + arguments.tokens
-    pages = -(-(longest * (arguments.requests + 1) + 4096) // arguments.page)
-    config = {_PAGE: arguments.page, "num_blocks": pages, "max_batch_tokens": arguments.batch_tokens}
+    pages = -(-(longest * (arguments.requests + 1) + 4096) // PAGE_TOKENS)
+    config = {_PAGE: PAGE_TOKENS, "num_blocks": pages, "max_batch_tokens": BATCH_TOKENS}
     manager = model.init_continuous_batching(
         generation_config=GenerationConfig(eos_token_id=-1, do_sample=False, max_new_tokens=arguments.tokens),
         continuous_batching_config=ContinuousBatchingConfig(**config),
@@ -56,7 +60,7 @@ def run(model: Any, arguments: argparse.Namespace, prompts: list[list[int]]) -> 
     manager.start()
     try:
         decoding = manager.add_request([5] * 32, max_new_tokens=4000, eos_token_id=-1, record_timestamps=True)
-        time.sleep(arguments.settle)
+        time.sleep(SETTLE_S)
         began = time.perf_counter()
         for ids in prompts:
             manager.add_request(ids, max_new_tokens=arguments.tokens, eos_token_id=-1, record_timestamps=True)
@@ -120,7 +124,7 @@ def with_store(
     results = {}
     for opened in filter(None, (names[:2], names[2:])):
         forget_page_cache(folder)
-        with KVStore(folder, host_memory=arguments.host_memory) as store, tiered(model, store):
+        with KVStore(folder, host_memory="4GiB") as store, tiered(model, store):
             for name in opened:
                 results[name] = run(model, arguments, prompts)
                 store.flush()
@@ -172,10 +176,6 @@ def main() -> None:
     parser.add_argument("--private", type=int, default=64, help="number of tokens of each request alone")
     parser.add_argument("--tokens", type=int, default=16, help="number of generated tokens")
     parser.add_argument("--rate", type=float, default=1.0, help="requests per second")
-    parser.add_argument("--page", type=int, default=16, help="tokens per page")
-    parser.add_argument("--batch-tokens", type=int, default=512, help="maximum tokens per pass")
-    parser.add_argument("--settle", type=float, default=1.0, help="seconds before the first request")
-    parser.add_argument("--host-memory", default="4GiB", help="host memory of the store")
     parser.add_argument("--repeats", type=int, default=3, help="number of turns")
     arguments = parser.parse_args()
     model = model_of(arguments)

@@ -44,7 +44,7 @@ from unittest import mock
 
 import torch
 from lib.attention_kernels import attend_folded, registered
-from lib.common import SHAPES, build, interleaved, median, parser_of
+from lib.common import add_size, build, interleaved, median, parser_of
 from lib.layer_files import LayerFiles, LayerFromDisk
 from lib.made_contexts import SUFFIX, TAG, Contexts
 from lib.pages import machine, machine_text, save, table
@@ -87,8 +87,7 @@ SYSTEMS = (FULL, UNFOLDED, OFFLOADED, OFFLOAD, *methods(0.5))
 def arguments_of(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = parser_of(__doc__)
-    parser.add_argument("--shape", choices=SHAPES, default="qwen2.5-0.5b", help="shape of the model")
-    parser.add_argument("--layers", type=int, default=4, help="number of layers; 0 for all")
+    add_size(parser, layers=4)
     parser.add_argument("--device", default="cpu", help="device of the model")
     parser.add_argument(
         "--contexts",
@@ -99,15 +98,6 @@ def arguments_of(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--batches", type=int, nargs="+", default=[1, 4, 8], help="numbers of rows, each with its own context"
-    )
-    parser.add_argument("--places", choices=(MEMORY, DISK), nargs="+", default=[MEMORY, DISK], help="places of the KV")
-    parser.add_argument(
-        "--systems",
-        choices=SYSTEMS,
-        nargs="+",
-        default=list(SYSTEMS),
-        metavar="SYSTEM",
-        help=f"systems to measure: {'; '.join(SYSTEMS)}",
     )
     parser.add_argument("--budget", type=float, default=0.0156, help="share of the context that is attended to")
     parser.add_argument("--tokens", type=int, default=8, help="number of tokens that each system decodes per turn")
@@ -266,8 +256,8 @@ def measure(contexts: Contexts, place: str, arguments: argparse.Namespace, folde
             for ids in contexts.ids:
                 memory_store.warm(contexts.model, ids[: contexts.tokens + SUFFIX], tag=TAG, progress=False)
         systems: dict[str, System] = {}
-        figures: dict[str, Any] = dict.fromkeys(arguments.systems)
-        for name in tqdm(arguments.systems, desc="systems", leave=False):
+        figures: dict[str, Any] = dict.fromkeys(SYSTEMS)
+        for name in tqdm(SYSTEMS, desc="systems", leave=False):
             opens = partial(open_store, arguments.host_share) if place == DISK else lambda: memory_store
             if (new_system := system(name, place, contexts, arguments, opens, files)) is not None:
                 new_system.pass_over(SUFFIX)
@@ -367,7 +357,7 @@ def main() -> None:
             with tempfile.TemporaryDirectory(dir=folder) as room:
                 for batch in sorted(arguments.batches):  # the rows of a larger one begin with those of a smaller one
                     contexts = Contexts(model, tokens, batch, steps)
-                    for place in arguments.places:
+                    for place in (MEMORY, DISK):
                         figures = measure(contexts, place, arguments, Path(room))
                         case = {"tokens": tokens, "batch": batch, "place": place}
                         document["results"].append(case | {"systems": figures})

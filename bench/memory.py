@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from lib.common import SHAPES, Peak, build, forget_page_cache, parser_of
+from lib.common import SHAPES, Peak, add_size, build, forget_page_cache, parser_of
 from lib.made_contexts import SUFFIX, TAG, Contexts
 from lib.pages import machine, machine_text, pyplot, save, table
 from tqdm.auto import tqdm
@@ -38,6 +38,8 @@ from hf_tiered_cache.methods import KVDrive
 MIB = 1 << 20
 LIMIT = 0.25
 """Aim of the slope: MiB beyond the budgets per MiB of KV."""
+CACHES = (1, 2)
+"""Numbers of caches of the same context."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +70,7 @@ class Case:
 def arguments_of(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = parser_of(__doc__)
-    parser.add_argument("--shape", choices=SHAPES, default="qwen2.5-0.5b", help="shape of the model")
-    parser.add_argument("--layers", type=int, default=4, help="number of layers; 0 for all")
+    add_size(parser, layers=4)
     parser.add_argument(
         "--contexts",
         type=int,
@@ -77,7 +78,6 @@ def arguments_of(argv: list[str] | None = None) -> argparse.Namespace:
         default=[4096, 16384, 32768, 65536, 131072],
         help="numbers of context tokens, multiples of 16",
     )
-    parser.add_argument("--caches", type=int, nargs="+", default=[1, 2], help="numbers of caches of the same context")
     parser.add_argument("--new-tokens", type=int, default=16, help="number of decoded tokens of each cache")
     parser.add_argument("--piece", type=int, default=4096, help="tokens per segment, a multiple of 16; 0 for one")
     parser.add_argument("--budget", type=float, default=0.0156, help="share of the context that is attended to")
@@ -134,7 +134,7 @@ def run(arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
         case = partial(Case, arguments.shape, arguments.layers, tokens)
         _in_process(write, case(1, *settings, folder))
         _in_process(measure, case(1, *settings, folder))  # makes the index
-        for caches in arguments.caches:
+        for caches in CACHES:
             forget_page_cache(folder)
             figures = _in_process(measure, case(caches, *settings, folder))
             figures["beyond_bytes"] = figures["peak_bytes"] - figures["host_bytes"] - figures["index_bytes"]

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 from decode import System
-from lib.common import SHAPES, build, interleaved, median, parser_of, ratio
+from lib.common import add_size, build, interleaved, median, parser_of, ratio
 from lib.made_contexts import SUFFIX, TAG, Contexts
 from lib.pages import machine, machine_text, save, table
 
@@ -39,8 +39,7 @@ WHOLE, IN_TURN, AT_ONCE = "one batch", "halves in turn", "halves at once"
 def arguments_of(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = parser_of(__doc__)
-    parser.add_argument("--shape", choices=SHAPES, default="qwen2.5-0.5b", help="shape of the model")
-    parser.add_argument("--layers", type=int, default=4, help="number of layers")
+    add_size(parser, layers=4)
     parser.add_argument("--contexts", type=int, nargs="+", default=[8192, 32768], help="numbers of context tokens")
     parser.add_argument("--batch", type=int, default=4, help="number of rows, even")
     parser.add_argument("--budget", type=float, default=0.0156, help="share of the context that is attended to")

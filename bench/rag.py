@@ -349,35 +349,22 @@ def main() -> None:
     parser.add_argument("--pool", type=int, default=12, help="number of different passages")
     parser.add_argument("--passages", type=int, default=10, help="number of passages in a prompt")
     parser.add_argument("--tokens", type=int, default=512, help="number of tokens in a passage")
-    parser.add_argument("--instruction", type=int, default=24, help="number of tokens before the passages")
-    parser.add_argument("--suffix", type=int, default=32, help="number of tokens after the passages")
-    parser.add_argument("--ratio", type=float, default=0.15, help="recomputed share, where it is fixed")
     parser.add_argument("--requests", type=int, default=4, help="number of measured requests, after one of warm-up")
     parser.add_argument(
         "--media",
         default=",".join(MEDIA[:3]),
-        help=f"media, separated by commas: {', '.join(MEDIA)}" + ", ".join(MEDIA),
+        help=f"media, separated by commas: {', '.join(MEDIA)}",
     )
     parser.add_argument("--clients", default="1,2,4", help="numbers of simultaneous clients, separated by commas")
-    parser.add_argument("--decode", type=int, default=8, help="number of tokens in the answer of a client")
     parser.add_argument("--batches", default="1,2,4,8", help="batch sizes, separated by commas")
     parser.add_argument("--load-requests", type=int, default=8, help="number of prompts for clients and batches")
     parser.add_argument("--device-memory", default="0", help="device memory of the stores")
+    # of a prompt: tokens before and after the passages, recomputed share where it is fixed, and tokens of an answer
+    parser.set_defaults(instruction=24, suffix=32, ratio=0.15, decode=8)
     arguments = parser.parse_args()
     arguments.layers = arguments.layers or None
-    option_names = (
-        "shape",
-        "layers",
-        "dtype",
-        "pool",
-        "passages",
-        "tokens",
-        "instruction",
-        "suffix",
-        "ratio",
-        "requests",
-    )
-    result: dict[str, Any] = {name: getattr(arguments, name) for name in (*option_names, "decode")}
+    option_names = "shape layers dtype pool passages tokens instruction suffix ratio requests decode".split()
+    result: dict[str, Any] = {name: getattr(arguments, name) for name in option_names}
     result |= {"media": {}, "arrivals": {}, "load": {}, "batches": {}}
     depth = f"-{arguments.layers}l" if arguments.layers else ""
     name = f"rag-{arguments.shape}{depth}-{arguments.dtype}-{torch.device(arguments.device).type}"

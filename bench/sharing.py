@@ -25,12 +25,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from lib.common import build, first_token, forget_page_cache, interleaved, median, parser_of, ratio
+from lib.common import add_size, build, first_token, forget_page_cache, interleaved, median, parser_of, ratio
 from lib.pages import machine, machine_text, save, table
 
 from hf_tiered_cache import KVStore, TieredCache
 
 OWN, SHARED, DISK = "own copies", "page cache", "disk"
+SUFFIX = 32
+"""Number of new tokens after those of a prompt that are stored."""
+ROUNDS = 2
+"""Number of measured rounds through all prompts."""
 
 
 def resident_bytes(folder: Path) -> int:
@@ -62,17 +66,17 @@ class Bench:
         self.arguments, self.folder = arguments, folder
         model = self.model()
         with KVStore(folder, host_memory=0) as store:
-            store.precompute(model, [ids[0, : -arguments.suffix] for ids in self.prompts(model)], progress=False)
+            store.precompute(model, [ids[0, :-SUFFIX] for ids in self.prompts(model)], progress=False)
             self.kv_bytes = sum(row.nbytes for row in store.segments())
 
     def model(self) -> Any:
         """Build the model."""
-        return build(self.arguments.shape, torch.float32, torch.device("cpu"), layers=self.arguments.layers)
+        return build(self.arguments.shape, torch.float32, torch.device("cpu"), layers=self.arguments.layers or None)
 
     def prompts(self, model: Any) -> list[torch.Tensor]:
         """Draw the prompts, the same in all processes."""
         random = torch.Generator().manual_seed(7)
-        size = (1, self.arguments.tokens + self.arguments.suffix)
+        size = (1, self.arguments.tokens + SUFFIX)
         return [
             torch.randint(3, model.config.vocab_size, size, generator=random) for _ in range(self.arguments.prompts)
         ]
@@ -122,7 +126,7 @@ def work(bench: Bench, way: str, number: int, gate: Any, answers: Any) -> None:
     with bench.store(way) as store:
         bytes_before = own_bytes()
         times: list[float] = []
-        for turn in range(1 + bench.arguments.rounds):
+        for turn in range(1 + ROUNDS):
             gate.wait()
             if turn == 1:
                 times, started = [], time.perf_counter()
@@ -157,7 +161,7 @@ def report(document: dict[str, Any]) -> str:
         f"# One copy for {options['processes']} processes, {options['shape']} in float32 on CPU\n\n"
         f"{machine_text(machine_info)} {options['layers'] or 'All'} layers; {options['prompts']} prompts of "
         f"{options['tokens']:,} stored tokens, {document['kv_bytes'] / mib:,.0f} MiB of KV, and "
-        f"{options['suffix']} new tokens. Each process requests each prompt {options['rounds']} times after a round "
+        f"{SUFFIX} new tokens. Each process requests each prompt {ROUNDS} times after a round "
         f"that fills memory. Medians of {options['repeats']} turns. Random weights.\n\n"
         + table(headings, rows)
         + "\n*Memory*: growth of all processes after loading the "
@@ -168,13 +172,10 @@ def report(document: dict[str, Any]) -> str:
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = parser_of(__doc__)
-    parser.add_argument("--shape", default="qwen2.5-0.5b", help="shape of the model")
-    parser.add_argument("--layers", type=int, default=6, help="number of layers")
+    add_size(parser, layers=6)
     parser.add_argument("--processes", type=int, default=4, help="number of processes")
     parser.add_argument("--prompts", type=int, default=16, help="number of prompts")
     parser.add_argument("--tokens", type=int, default=2048, help="number of stored tokens per prompt")
-    parser.add_argument("--suffix", type=int, default=32, help="number of new tokens after them")
-    parser.add_argument("--rounds", type=int, default=2, help="number of measured rounds through all prompts")
     parser.add_argument("--repeats", type=int, default=3, help="number of turns, each with new processes")
     parser.add_argument("--folder", type=Path, help="parent folder of the store (default: a temporary one)")
     return parser.parse_args(arguments)

@@ -65,6 +65,12 @@ def parser_of(doc: str | None) -> argparse.ArgumentParser:
     return parser
 
 
+def add_size(parser: argparse.ArgumentParser, layers: int) -> None:
+    """Add the shape of a model with random weights, and its number of layers with its default."""
+    parser.add_argument("--shape", choices=SHAPES, default="qwen2.5-0.5b", help="shape of a model with random weights")
+    parser.add_argument("--layers", type=int, default=layers, help="number of layers; fewer are faster, 0 for all")
+
+
 def add_model_arguments(parser: argparse.ArgumentParser, layers: int) -> None:
     """Add the arguments of a model with random weights, its device, and the parent folder of stores.
 
@@ -72,8 +78,7 @@ def add_model_arguments(parser: argparse.ArgumentParser, layers: int) -> None:
         parser: Parser of the benchmark.
         layers: Default number of layers.
     """
-    parser.add_argument("--shape", default="qwen2.5-0.5b", help="shape of a model with random weights")
-    parser.add_argument("--layers", type=int, default=layers, help="number of layers; fewer are faster, 0 for all")
+    add_size(parser, layers)
     parser.add_argument("--dtype", default="float32", help="data type of the model")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="device of the model")
     parser.add_argument("--folder", type=Path, help="parent folder of the stores (default: a temporary one)")

@@ -134,7 +134,8 @@ def test_batching(tmp_path, monkeypatch):
     import batching
 
     options = "--shape tiny --layers 2 --requests 3 --shared 64 --private 20 --tokens 3 --rate 100 --repeats 1"
-    monkeypatch.setattr(sys, "argv", ["batching.py", *options.split(), "--settle", "0.1", "--out", str(tmp_path)])
+    monkeypatch.setattr(batching, "SETTLE_S", 0.1)
+    monkeypatch.setattr(sys, "argv", ["batching.py", *options.split(), "--out", str(tmp_path)])
     batching.main()
     document = json.loads((tmp_path / "batching-tiny-2l-float32-cpu.json").read_text())
     assert list(document["runs"]) == [*batching.RUNS, *batching.PRIVATE]
@@ -222,7 +223,7 @@ def test_rag(tmp_path, monkeypatch, caplog):
     import rag
 
     prompts = ["--pool", "4", "--passages", "3", "--tokens", "32", "--requests", "1", "--media", "host"]
-    load = ["--clients", "1,2", "--batches", "1,2", "--load-requests", "2", "--decode", "3"]
+    load = ["--clients", "1,2", "--batches", "1,2", "--load-requests", "2"]
     options = ["--shape", "tiny", "--layers", "4", *prompts, *load]
     saved = []
     monkeypatch.setattr(rag, "save", lambda *all_of_it: saved.append(all_of_it))
@@ -903,7 +904,7 @@ def test_sharing(tmp_path):
     import sharing
 
     options = ["--shape", "tiny", "--layers", "2", "--prompts", "2", "--tokens", "64", "--processes", "2"]
-    options += ["--rounds", "1", "--repeats", "1", "--folder", str(tmp_path), "--out", str(tmp_path)]
+    options += ["--repeats", "1", "--folder", str(tmp_path), "--out", str(tmp_path)]
     code = (  # forked, as in test_long_prompt
         f"import sys; sys.path.insert(0, {str(BENCH)!r})\n"
         "import multiprocessing, sharing\n"
