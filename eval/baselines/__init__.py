@@ -5,12 +5,8 @@ from __future__ import annotations
 from hf_tiered_cache.methods import register_method
 from hf_tiered_cache.selection import register_index
 
-from .all_keys import AllKeysIndex
-from .chunk_means import ChunkMeanIndex
+from .indexes import AllKeysIndex, ChunkMeanIndex, PageBoundsIndex, RandomIndex, TokenClusterIndex
 from .methods import H2O, AttentionStore, MiniCache, PartialRecompute, Recompute, TopTokens
-from .page_bounds import PageBoundsIndex
-from .random_chunks import RandomIndex
-from .token_clusters import TokenClusterIndex
 
 __all__ = ["H2O", "AttentionStore", "MiniCache", "PartialRecompute", "Recompute", "TopTokens"]
 

@@ -8,10 +8,7 @@ from itertools import chain
 import pytest
 import torch
 
-from eval.baselines.chunk_means import ChunkMeanIndex
-from eval.baselines.page_bounds import PageBoundsIndex
-from eval.baselines.random_chunks import RandomIndex
-from eval.baselines.token_clusters import TokenClusterIndex
+from eval.baselines.indexes import ChunkMeanIndex, PageBoundsIndex, RandomIndex, TokenClusterIndex
 from hf_tiered_cache.selection import DECODE_INDEXES
 from hf_tiered_cache.selection import decode_index as shared
 from hf_tiered_cache.selection.clusters import (
@@ -162,36 +159,29 @@ def part_of_the_way(q, middle, low, high, share):
     return (1 - share) * product(q, middle) + share * product(torch.maximum(q * low, q * high), torch.ones_like(q))
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_page_bounds_are_quests(shape):
-    keys, query, chunk_tokens = case(*shape)
-    indexes = built("page_bounds", keys, chunk_tokens)
-    for head in range(shape[0]):
-        pages = cut(keys, head, chunk_tokens)
-        bounds = [(page.amin(0).tolist(), page.amax(0).tolist()) for page in pages]
-        weights = [0.0] * len(pages)
-        for group_queries in served(query, head, shape[0]):
-            for q in group_queries.tolist():
-                page_bounds = [
-                    sum(max(x * a, x * b) for x, a, b in zip(q, low, high, strict=True)) * 0.3 for low, high in bounds
-                ]
-                weights = [a + b for a, b in zip(weights, softmax_of(page_bounds), strict=True)]
-        assert_ranked_by(weights, indexes, query, head)
+def quests_bounds(q, chunk):
+    """Return Quest's bound of the product of a query with the keys of a page."""
+    low, high = chunk.amin(0).tolist(), chunk.amax(0).tolist()
+    return [sum(max(x * a, x * b) for x, a, b in zip(q.tolist(), low, high, strict=True))]
 
 
+def products(q, chunk):
+    """Return the product of a query with each key of a chunk."""
+    return [product(q, key) for key in chunk]
+
+
+@pytest.mark.parametrize(("kind", "logits"), [("page_bounds", quests_bounds), ("keys", products)])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_all_keys_rank_by_the_attention_that_a_chunk_gets(shape):
+def test_bounds_and_keys_rank_by_the_softmax_of_their_products(shape, kind, logits):
     keys, query, chunk_tokens = case(*shape)
-    indexes = built("keys", keys, chunk_tokens)
+    indexes = built(kind, keys, chunk_tokens)
     for head in range(shape[0]):
         chunks = cut(keys, head, chunk_tokens)
-        attention = [0.0] * sum(map(len, chunks))
-        for group_queries in served(query, head, shape[0]):
-            for q in group_queries:
-                masses = softmax_of([product(q, key) * 0.3 for chunk in chunks for key in chunk])
-                attention = [a + b for a, b in zip(attention, masses, strict=True)]
-        key_masses = iter(attention)
-        weights = [sum(next(key_masses) for _ in chunk) for chunk in chunks]
+        weights = [0.0] * len(chunks)
+        for q in chain.from_iterable(served(query, head, shape[0])):
+            values = [logits(q, chunk) for chunk in chunks]
+            shares = iter(softmax_of([0.3 * logit for logit in chain.from_iterable(values)]))
+            weights = [weight + sum(next(shares) for _ in part) for weight, part in zip(weights, values, strict=True)]
         assert_ranked_by(weights, indexes, query, head)
 
 
