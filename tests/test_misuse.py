@@ -10,8 +10,8 @@ from dataclasses import fields
 import pytest
 import torch
 import transformers
-from families import build, prompt
-from transformers import GptOssConfig, GptOssForCausalLM, LlamaForCausalLM
+from families import build, build_class, prompt
+from transformers import LlamaForCausalLM
 from typer.testing import CliRunner
 
 from eval.baselines import H2O
@@ -31,18 +31,8 @@ from hf_tiered_cache.store.codecs import Raw
 
 def test_attention_with_sinks_is_not_told_to_use_what_it_lacks(store):
     """gpt-oss has no sdpa."""
-    config = GptOssConfig(
-        vocab_size=160,
-        hidden_size=64,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        num_local_experts=2,
-        num_experts_per_tok=1,
-    )
-    model = GptOssForCausalLM(config).eval()
+    sizes = {"head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1}
+    model = build_class("GptOssForCausalLM", "GptOssConfig", **sizes)
     with pytest.raises(UnsupportedModelError, match=r"does not support.*exact method") as refused:
         TieredCache(model, store, method=ContiguousKV(0.25))
     assert "set_attn_implementation" not in str(refused.value)
@@ -129,22 +119,10 @@ def test_a_model_that_changes_the_layers_of_its_cache_is_refused(store):
 
 @pytest.mark.parametrize("method", ["contiguous_kv", "impress", "kv_drive"])
 def test_a_budget_needs_layers_with_keys_of_their_own(method, store):
-    config = transformers.Gemma3nTextConfig(
-        vocab_size=100,
-        vocab_size_per_layer_input=100,
-        hidden_size=32,
-        hidden_size_per_layer_input=8,
-        intermediate_size=32,
-        num_hidden_layers=4,
-        num_kv_shared_layers=2,
-        layer_types=["sliding_attention", "full_attention"] * 2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        laurel_rank=4,
-        altup_num_inputs=2,
-    )
-    model = transformers.Gemma3nForCausalLM(config)
+    sizes = {"head_dim": 16, "vocab_size_per_layer_input": 160, "hidden_size_per_layer_input": 8, "laurel_rank": 4}
+    layers = {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "altup_num_inputs": 2}
+    layers |= {"layer_types": ["sliding_attention", "full_attention"] * 2}
+    model = build_class("Gemma3nForCausalLM", "Gemma3nTextConfig", **sizes, **layers)
     with pytest.raises(UnsupportedModelError, match=r"other keys than it passes to its cache.*exact method"):
         TieredCache(model, store, method=method)
 

@@ -9,9 +9,8 @@ import weakref
 
 import pytest
 import torch
-from families import build, prompt
+from families import build, build_class, prompt
 from transformers import (
-    BertConfig,
     DynamicCache,
     GPT2Config,
     GPT2LMHeadModel,
@@ -23,7 +22,6 @@ from transformers import (
     T5Config,
     T5ForConditionalGeneration,
 )
-from transformers.models.bert.modeling_bert import BertLMHeadModel
 
 from hf_tiered_cache import (
     CacheMismatchError,
@@ -586,16 +584,7 @@ def test_refused_models_are_left_unattached(tmp_path):
 
 def test_other_causal_models_work_too(tmp_path):
     """This model has no rotation and other names, and no other test."""
-    config = BertConfig(
-        vocab_size=160,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=32,
-        is_decoder=True,
-    )
-    torch.manual_seed(0)
-    model = BertLMHeadModel(config).eval()
+    model = build_class("BertLMHeadModel", "BertConfig", is_decoder=True)
     with KVStore(tmp_path) as store:
         for _ in range(2):
             cache = TieredCache(model, store)

@@ -7,8 +7,7 @@ import json
 
 import datasets
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from families import build
 
 from eval.data import Data
 from eval.reference.language import train_tokenizer
@@ -100,21 +99,10 @@ def tokenizer():
 @pytest.fixture(scope="session")
 def saved(tmp_path_factory, tokenizer):
     """Save a tiny Llama with random weights and its tokenizer in a folder."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=768,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
+    ids = {name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
+    model = build("llama", vocab_size=len(tokenizer), num_hidden_layers=3, max_position_embeddings=768, **ids)
     path = tmp_path_factory.mktemp("model")
-    LlamaForCausalLM(config).save_pretrained(path)
+    model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path
 

@@ -92,8 +92,15 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
 def build(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """Build a tiny model with random weights, in eval mode: of two layers, if the family needs no more."""
     model, config, family_changes = FAMILIES[family]
-    arguments = _COMMON | family_changes | changes
-    if family == "opt":
+    return build_class(model, config, dtype, seed, **family_changes | changes)
+
+
+def build_class(
+    model: str, config: str, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any
+) -> PreTrainedModel:
+    """Build a tiny model of these classes of transformers as `build` does, for models that one test needs."""
+    arguments = _COMMON | changes
+    if config == "OPTConfig":
         arguments.pop("intermediate_size")
         arguments.pop("num_key_value_heads")
     torch.manual_seed(seed)

@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from families import build_class, prompt
 from families import build_deep as build
-from families import prompt
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from reference import kv_of
 from thorough import pairs, some
-from transformers import Llama4ForCausalLM, Llama4TextConfig
 
 from eval.baselines import PartialRecompute
 from hf_tiered_cache import ConfigError, Exact, KVStore, TieredCache, reasons
@@ -512,22 +511,9 @@ def test_a_block_that_cannot_be_read_is_computed(tmp_path):
 
 
 def test_a_model_with_chunked_attention_restores_the_whole_prefix(tmp_path):
-    config = Llama4TextConfig(
-        vocab_size=160,
-        hidden_size=64,
-        intermediate_size=96,
-        intermediate_size_mlp=96,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        num_local_experts=2,
-        attention_chunk_size=32,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=None,
-    )
-    model, ids = Llama4ForCausalLM(config).eval(), prompt(TOKENS)
+    sizes = {"num_hidden_layers": 4, "head_dim": 16, "intermediate_size_mlp": 96, "num_local_experts": 2}
+    model = build_class("Llama4ForCausalLM", "Llama4TextConfig", attention_chunk_size=32, **sizes)
+    ids = prompt(TOKENS)
     with KVStore(tmp_path) as store:
         store.precompute(model, ids[:, :STORED], progress=False)
         cache = TieredCache(model, store, method=Exact(recompute=0.5), record=False)
