@@ -27,15 +27,8 @@ PREFIX, SUFFIX = 208, 37
 
 def answer(model: PreTrainedModel, ids: torch.Tensor, cache: Cache, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the first logits, `[1, vocabulary]`, and the greedy tokens, `[1, n]`."""
-    out = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        past_key_values=cache,
-        do_sample=False,
-        max_new_tokens=tokens,
-        output_logits=True,
-        return_dict_in_generate=True,
-    )
+    options = {"do_sample": False, "max_new_tokens": tokens, "output_logits": True, "return_dict_in_generate": True}
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, **options)
     return out.logits[0].float(), out.sequences
 
 

@@ -292,16 +292,10 @@ def generate(model: Any, prompt: list[int], cache: Any, new_tokens: int) -> tupl
     import torch
 
     watch, ids = Watch(cache), torch.tensor([prompt], device=model.device)
+    length = {"min_new_tokens": new_tokens, "max_new_tokens": new_tokens}
+    output = {"streamer": watch, "output_logits": True, "return_dict_in_generate": True}
     out = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        past_key_values=cache,
-        max_new_tokens=new_tokens,
-        min_new_tokens=new_tokens,
-        do_sample=False,
-        streamer=watch,
-        output_logits=True,
-        return_dict_in_generate=True,
+        ids, attention_mask=torch.ones_like(ids), past_key_values=cache, do_sample=False, **length, **output
     )
     steps = max(1, new_tokens - 1)
     first, last = watch.times[2], watch.times[-1]  # the prompt comes before

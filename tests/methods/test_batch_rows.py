@@ -20,6 +20,7 @@ from hf_tiered_cache.methods import ContiguousKV, Impress, KVDrive
 from hf_tiered_cache.selection import held, window
 
 NEW = 5
+GREEDY_LOGITS = {"do_sample": False, "output_logits": True, "return_dict_in_generate": True}
 CONTIGUOUS = ContiguousKV(budget=0.25, reorder=False)
 KV_DRIVE = KVDrive(budget=0.1, local=16, exact_from=0)
 METHODS = {
@@ -80,16 +81,9 @@ def padded(rows):
 def answer(model, store, method, ids, mask=None, new=NEW):
     """Return the logits of each generated token, `[new, rows, vocabulary]`, the tokens, and the cache."""
     cache = TieredCache(model, store, method=method, record=False, progress=False)
-    output = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids) if mask is None else mask,
-        past_key_values=cache,
-        do_sample=False,
-        max_new_tokens=new,
-        min_new_tokens=new,
-        output_logits=True,
-        return_dict_in_generate=True,
-    )
+    mask = torch.ones_like(ids) if mask is None else mask
+    length = {"min_new_tokens": new, "max_new_tokens": new}
+    output = model.generate(ids, attention_mask=mask, past_key_values=cache, **length, **GREEDY_LOGITS)
     return torch.stack(output.logits), output.sequences[:, ids.shape[1] :], cache
 
 
