@@ -363,7 +363,19 @@ def main() -> None:
     parser.set_defaults(instruction=24, suffix=32, ratio=0.15, decode=8)
     arguments = parser.parse_args()
     arguments.layers = arguments.layers or None
-    option_names = "shape layers dtype pool passages tokens instruction suffix ratio requests decode".split()
+    option_names = [
+        "shape",
+        "layers",
+        "dtype",
+        "pool",
+        "passages",
+        "tokens",
+        "instruction",
+        "suffix",
+        "ratio",
+        "requests",
+        "decode",
+    ]
     result: dict[str, Any] = {name: getattr(arguments, name) for name in option_names}
     result |= {"media": {}, "arrivals": {}, "load": {}, "batches": {}}
     depth = f"-{arguments.layers}l" if arguments.layers else ""

@@ -32,7 +32,26 @@ _PREFIX, _LONG_PREFIX = ("real-smollm2-135m",), ("real-4k-smollm2-135m",)
 _TEXT, _INDEX = ("real-text-smollm2-135m",), ("real-index-smollm2-135m",)
 _PASSAGES = ("real-passages-hotpotqa-smollm2-135m", "real-passages-musique-smollm2-135m")
 _MARKS = ("<!-- table by eval.choosing -->", "<!-- end of table -->")
-_READ, _COMPUTED, _STORED = "{:.0f} % of the KV read", "{:.0f} % computed", "{:.0f} % of the bytes stored"
+
+
+@dataclass(frozen=True)
+class _Figures:
+    """Figures by which methods are compared.
+
+    Args:
+        cost: Name of the figure that a method saves.
+        prefix: Prefix of the names of agreement and divergence: "answer_" for means over several tokens.
+        text: Format of the cost.
+    """
+
+    cost: str
+    prefix: str
+    text: str
+
+
+_FIRST_TOKEN = _Figures("brought", "", "{:.0f} % of the KV read")
+_ANSWER = _Figures("answered", "answer_", "{:.0f} % of the KV read")
+_COMPUTED = _Figures("compute", "", "{:.0f} % computed")
 
 
 @dataclass(frozen=True)
@@ -43,11 +62,7 @@ class Recommendation:
     method: str
     folders: tuple[str, ...]
     variant: str
-    cost: str = "brought"
-    """Name of the figure that the method saves."""
-    prefix: str = ""
-    """Prefix of the names of agreement and divergence: "answer_" for means over several tokens."""
-    cost_text: str = _READ
+    figures: _Figures = _FIRST_TOKEN
     over: str = "first token of {} questions"
     """Tokens that agreement and divergence are means over, with a place for the number of examples."""
 
@@ -57,39 +72,15 @@ RECOMMENDATIONS = (
     Recommendation("the same, and loading takes too long", "ContiguousKV(0.25)", _PREFIX, "contiguous_kv@0.25"),
     Recommendation("the same, with 4,000 stored tokens", "ContiguousKV(0.1)", _LONG_PREFIX, "contiguous_kv@0.1"),
     Recommendation(
-        situation="the same, with longer answers",
-        method="ContiguousKV(0.25)",
-        folders=_TEXT,
-        variant="contiguous_kv@0.25",
-        cost="answered",
-        prefix="answer_",
+        *("the same, with longer answers", "ContiguousKV(0.25)", _TEXT, "contiguous_kv@0.25", _ANSWER),
         over="32 tokens of {} texts",
     ),
     Recommendation(
-        situation="a context larger than memory",
-        method="KVDrive(1 / 16)",
-        folders=_INDEX,
-        variant="kv_drive@0.0625",
-        cost="answered",
-        prefix="answer_",
+        *("a context larger than memory", "KVDrive(1 / 16)", _INDEX, "kv_drive@0.0625", _ANSWER),
         over="31 tokens of {} texts",
     ),
-    Recommendation(
-        situation="passages in any order",
-        method="CacheTune(0.3)",
-        folders=_PASSAGES,
-        variant="cache_tune@0.3",
-        cost="compute",
-        cost_text=_COMPUTED,
-    ),
-    Recommendation(
-        situation="the same, closer to full recompute",
-        method="CacheTune(0.5)",
-        folders=_PASSAGES,
-        variant="cache_tune@0.5",
-        cost="compute",
-        cost_text=_COMPUTED,
-    ),
+    Recommendation("passages in any order", "CacheTune(0.3)", _PASSAGES, "cache_tune@0.3", _COMPUTED),
+    Recommendation("the same, closer to full recompute", "CacheTune(0.5)", _PASSAGES, "cache_tune@0.5", _COMPUTED),
 )
 CONVERSATIONS = (
     ("conversations that come back, in less space", 'Exact(codec="int8")', "int8"),
@@ -104,10 +95,9 @@ class _Panel:
 
     title: str
     folders: tuple[str, ...]
-    methods: dict[str, str]
-    """Labels of the curves by variant name."""
-    cost: str
-    prefix: str
+    methods: tuple[str, ...]
+    """Variant names of the curves."""
+    figures: _Figures
     axis: str
 
 
@@ -115,49 +105,36 @@ _PANELS = (
     _Panel(
         "A stored prefix of 1,000 tokens\nfirst token of 72 questions",
         _PREFIX,
-        {
-            "contiguous_kv": "ContiguousKV",
-            "contiguous_kv.paper": "ContiguousKV.paper",
-            "impress:probe_heads=2": "Impress",
-            "h2o": "H2O",
-        },
-        "brought",
-        "",
+        ("contiguous_kv", "contiguous_kv.paper", "impress:probe_heads=2", "h2o"),
+        _FIRST_TOKEN,
         "KV read, % of the prefix",
     ),
     _Panel(
         "A stored prefix of 1,000 tokens\n32 tokens of 8 texts",
         _TEXT,
-        {
-            "contiguous_kv": "ContiguousKV",
-            "contiguous_kv.paper": "ContiguousKV.paper",
-            "kv_drive": "KVDrive",
-            "h2o": "H2O",
-        },
-        "answered",
-        "answer_",
+        ("contiguous_kv", "contiguous_kv.paper", "kv_drive", "h2o"),
+        _ANSWER,
         "KV read for all tokens, % of the prefix",
     ),
     _Panel(
         "Passages in any order\nfirst token of 100 questions",
         _PASSAGES,
-        {"cache_tune": "CacheTune", "cache_blend": "CacheBlend", "epic": "Epic"},
-        "compute",
-        "",
+        ("cache_tune", "cache_blend", "epic"),
+        _COMPUTED,
         "passage tokens computed, %",
     ),
 )
 _LOOKS = {
-    "ContiguousKV": ("#0072B2", "o"),
-    "ContiguousKV.paper": ("#56B4E9", "s"),
-    "Impress": ("#CC79A7", "D"),
-    "H2O": ("#999999", "^"),
-    "KVDrive": ("#009E73", "v"),
-    "CacheTune": ("#D55E00", "o"),
-    "CacheBlend": ("#E69F00", "s"),
-    "Epic": ("#7F4F24", "D"),
+    "contiguous_kv": ("ContiguousKV", "#0072B2", "o"),
+    "contiguous_kv.paper": ("ContiguousKV.paper", "#56B4E9", "s"),
+    "impress:probe_heads=2": ("Impress", "#CC79A7", "D"),
+    "h2o": ("H2O", "#999999", "^"),
+    "kv_drive": ("KVDrive", "#009E73", "v"),
+    "cache_tune": ("CacheTune", "#D55E00", "o"),
+    "cache_blend": ("CacheBlend", "#E69F00", "s"),
+    "epic": ("Epic", "#7F4F24", "D"),
 }
-"""Color and marker of each method."""
+"""Label, color and marker of each method."""
 
 
 def tasks_of(folders: tuple[str, ...]) -> dict[str, list[Row]]:
@@ -181,10 +158,11 @@ def table(page: Path) -> str:
         row = next((row for row in mean_over(tasks) if row["variant"] == item.variant), None)
         if row is None:
             raise EvalError(f"{' and '.join(item.folders)} have no {item.variant}")
-        cost, top1, divergence = (row[name]["mean"] for name in (item.cost, f"{item.prefix}top1", f"{item.prefix}kl"))
+        names = item.figures.cost, f"{item.figures.prefix}top1", f"{item.figures.prefix}kl"
+        cost, top1, divergence = (row[name]["mean"] for name in names)
         over = item.over.format(sum(rows[0]["examples"] for rows in tasks.values()))
         sources = [_RESULTS / folder / "README.md" for folder in item.folders]
-        figures = item.cost_text.format(cost), f"{top1:.0f}", _loss(divergence), _measured(over, sources, page)
+        figures = item.figures.text.format(cost), f"{top1:.0f}", _loss(divergence), _measured(over, sources, page)
         lines.append(f"| {item.situation} | `{item.method}` | {' | '.join(figures)} |")
     ways = json.loads(_CONVERSATIONS.read_text(encoding="utf-8"))["found"]["chat"]
     for situation, method, name in CONVERSATIONS:
@@ -192,7 +170,7 @@ def table(page: Path) -> str:
         size = 100 * sum(way["file bytes a token"]) / sum(ways["full"]["file bytes a token"])
         top1, divergence = fmean(way["top 1"]), fmean(way["KL"])
         measured = _measured(f"48 tokens of {len(way['KL'])} chats", [_CONVERSATIONS.with_suffix(".md")], page)
-        figures = _STORED.format(size), f"{top1:.0f}", _loss(divergence), measured
+        figures = f"{size:.0f} % of the bytes stored", f"{top1:.0f}", _loss(divergence), measured
         lines.append(f"| {situation} | `{method}` | {' | '.join(figures)} |")
     return "\n".join(lines) + "\n"
 
@@ -214,13 +192,13 @@ def draw() -> Figure:
     figure = Figure(figsize=(10, 4.2), layout="constrained")
     for axes, panel in zip(figure.subplots(1, len(_PANELS), sharey=True), _PANELS, strict=True):
         rows = mean_over(tasks_of(panel.folders))
-        for variant, label in panel.methods.items():
+        for variant in panel.methods:
+            label, color, marker = _LOOKS[variant]
             points = sorted(
-                (row[panel.cost]["mean"], row[f"{panel.prefix}kl"]["mean"])
+                (row[panel.figures.cost]["mean"], row[f"{panel.figures.prefix}kl"]["mean"])
                 for row in rows
                 if method_of(row) == variant and row["budget"] is not None
             )
-            color, marker = _LOOKS[label]
             axes.plot(*zip(*points, strict=True), color=color, marker=marker, markerfacecolor="white", label=label)
         _dress(axes, panel)
     figure.axes[0].set_ylabel("KL divergence from full KV, nats")
@@ -231,7 +209,7 @@ def _dress(axes: Axes, panel: _Panel) -> None:
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.set_xlim(0, 105 if panel.cost != "compute" else 60)
+    axes.set_xlim(0, 60 if panel.figures is _COMPUTED else 105)
     axes.set_xlabel(panel.axis)
     axes.set_title(panel.title, fontsize="medium")
     axes.grid(axis="y", color="0.9", linewidth=0.7)

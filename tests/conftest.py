@@ -19,9 +19,11 @@ import warnings
 import pytest
 import torch
 import typer.main
+from families import build
 from hypothesis import settings
 from servers import place_of, silent_hub  # noqa: F401  # fixtures
 from thorough import FEW, THOROUGH
+from transformers import PreTrainedModel
 
 import eval.baselines  # noqa: F401  # registered, so that what is asked of every method is asked of them
 
@@ -82,6 +84,21 @@ def pytest_collection_finish() -> None:
     """Freeze all imported objects, so that the many collections of the tests skip them."""
     gc.collect()
     gc.freeze()
+    gc.enable()
+
+
+@pytest.fixture(scope="module")
+def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    """Return a tiny model of the module's `FAMILY`, a Llama if it names none."""
+    return build(getattr(request.module, "FAMILY", "llama"))
+
+
+@pytest.fixture
+def uncollected():
+    """Disable garbage collection in the test: what is freed is freed with its last reference."""
+    gc.collect()
+    gc.disable()
+    yield
     gc.enable()
 
 

@@ -35,11 +35,6 @@ GREEDY = {"do_sample": False, "max_new_tokens": 6}
 LIB = os.path.dirname(processes.__file__)
 
 
-@pytest.fixture(scope="module")
-def model():
-    return build("llama")
-
-
 def restored(model, store, ids=None):
     ids = prompt(100) if ids is None else ids
     cache = TieredCache(model, store, record=False)

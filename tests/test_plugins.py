@@ -43,6 +43,8 @@ from hf_tiered_cache.store.codecs import CODECS, Field, make_codec, register_cod
 from hf_tiered_cache.store.geometry import Geometry
 from hf_tiered_cache.store.objects import ObjectBackend
 
+FAMILY = "qwen2"
+
 DOCS = Path(__file__).parent.parent / "docs"
 PREFIX = 200
 
@@ -306,11 +308,6 @@ FAULTS = {
     "flat": (lambda tokens, count: np.arange(count), "int64 .sets, tokens., is expected"),
     "dtype": (lambda tokens, count: np.arange(count, dtype=np.int32)[None], "int32 of shape"),
 }
-
-
-@pytest.fixture(scope="module")
-def model():
-    return build("qwen2")
 
 
 @pytest.fixture(scope="module")

@@ -12,12 +12,9 @@ from test_selective import METHOD, METHODS, PREFIX, ask, fill, question
 from hf_tiered_cache import Exact, KVStore
 from hf_tiered_cache.methods import CacheBlend, KVDrive
 
+FAMILY = "qwen2"
+
 RESIDENT = ("contiguous_kv index",)
-
-
-@pytest.fixture(scope="module")
-def model():
-    return build("qwen2")
 
 
 def purposes(stats):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,6 +21,20 @@ _HISTORY = 3600.0
 """Seconds before the beginning in which sessions begin: their later turns have prefixes that no cache has seen."""
 
 
+class LogNormal(NamedTuple):
+    """Distribution of positive numbers by their median, and the standard deviation of their logarithm."""
+
+    median: float
+    spread: float
+
+    def draw(self, random: np.random.Generator, count: int) -> np.ndarray:
+        """Draw numbers, float `[count]`."""
+        return self.median * np.exp(self.spread * random.standard_normal(count))
+
+
+_ONE_TURN = LogNormal(0.0, 0.0)
+
+
 @dataclass(frozen=True)
 class Source:
     """Requests of one kind.
@@ -28,24 +42,20 @@ class Source:
     Args:
         share: Share of the sessions, or of the documents' requests.
         common: Tokens of a prompt that all sessions of this kind begin with.
-        median: Median of the tokens that follow in the first prompt of a session.
-        spread: Standard deviation of the logarithm of these tokens.
+        own: Tokens that follow in the first prompt of a session, or of a document.
         more: Probability that a turn is followed by another one.
         growth: Mean tokens that a turn adds to a prompt, the last answer included.
-        gap: Median seconds between two turns.
-        gap_spread: Standard deviation of the logarithm of these seconds.
+        gap: Seconds between two turns.
         documents: Number of documents at the rate of the trace. If there are any, each request asks about one of them.
         skew: Exponent of the Zipf distribution of the documents' popularity.
     """
 
     share: float
     common: int
-    median: float
-    spread: float
+    own: LogNormal
     more: float = 0.0
     growth: float = 0.0
-    gap: float = 0.0
-    gap_spread: float = 0.0
+    gap: LogNormal = _ONE_TURN
     documents: int = 0
     skew: float = 0.0
 
@@ -92,22 +102,22 @@ WORKLOADS = {
     "conversation": Workload(
         *(12031, 3537.0, 12035.0, 343.0, 0.40, 0.366),
         _curve(0.052, 0.195, 0.278, 0.353, 0.363),
-        (Source(1.0, 512, 5600, 1.17, more=0.4, growth=1500, gap=170, gap_spread=1.0),),
+        (Source(1.0, 512, LogNormal(5600, 1.17), more=0.4, growth=1500, gap=LogNormal(170, 1.0)),),
     ),
     "tools and agents": Workload(
         *(23608, 3537.0, 8596.0, 182.0, 0.59, 0.553),
         _curve(0.346, 0.449, 0.508, 0.551, 0.552),
         (
-            Source(0.57, 6144, 450, 1.0),
-            Source(0.43, 512, 3450, 1.45, more=0.46, growth=900, gap=140, gap_spread=0.8),
+            Source(0.57, 6144, LogNormal(450, 1.0)),
+            Source(0.43, 512, LogNormal(3450, 1.45), more=0.46, growth=900, gap=LogNormal(140, 0.8)),
         ),
     ),
     "documents": Workload(
         *(3993, 1022.0, 15325.0, 149.0, 0.66, 0.640),
         _curve(0.034, 0.155, 0.260, 0.443, 0.589),
         (
-            Source(0.2, 0, 100, 1.5, more=0.4, growth=400, gap=60, gap_spread=0.8),
-            Source(0.667, 0, 18400, 0.66, documents=1200, skew=0.75),
+            Source(0.2, 0, LogNormal(100, 1.5), more=0.4, growth=400, gap=LogNormal(60, 0.8)),
+            Source(0.667, 0, LogNormal(18400, 0.66), documents=1200, skew=0.75),
         ),
     ),
 }
@@ -181,10 +191,10 @@ def _sessions(
     begin = np.cumsum(turns) - turns
     turn = np.arange(len(session)) - begin[session]
     tokens = random.exponential(source.growth, len(session))
-    own = source.median * np.exp(source.spread * random.standard_normal(sessions))
+    own = source.own.draw(random, sessions)
     tokens = np.maximum(1, np.where(turn == 0, own[session], tokens)).astype(np.int64)
     tokens = np.minimum(tokens, LONGEST - source.common)
-    gaps = source.gap * np.exp(source.gap_spread * random.standard_normal(len(session)))
+    gaps = source.gap.draw(random, len(session))
     gaps = np.where(turn == 0, random.uniform(-_HISTORY, seconds, sessions)[session], gaps)
     times, length = _cumulated(gaps, begin, session), source.common + _cumulated(tokens, begin, session)
     depth = np.arange(turns.max(initial=1))
@@ -201,8 +211,7 @@ def _documents(
     requests, documents = random.poisson(rate * seconds), max(1, round(factor * source.documents))
     popularity = 1 / np.arange(1, documents + 1) ** source.skew
     document = random.choice(documents, requests, p=popularity / popularity.sum())
-    tokens = source.median * np.exp(source.spread * random.standard_normal(documents))
-    tokens = np.minimum(np.maximum(1, tokens), LONGEST - 100).astype(np.int64)
+    tokens = np.minimum(np.maximum(1, source.own.draw(random, documents)), LONGEST - 100).astype(np.int64)
     questions = random.integers(16, 100, requests)
     paths = np.column_stack([np.full(requests, -1), offset + document, offset + documents + np.arange(requests)])
     return random.uniform(0, seconds, requests), document, paths, np.concatenate([tokens, questions])

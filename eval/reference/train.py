@@ -50,13 +50,14 @@ class Progress:
     """State of the training run, saved with every checkpoint."""
 
     stage: int = 0
-    step: int = 0
     in_stage: int = 0
+    """Steps of this stage."""
+    shares: dict[str, float] = field(default_factory=dict)
+    """Moving averages of the share of right answer tokens in this stage, by kind."""
+    step: int = 0
     seconds: float = 0.0
     shared: list[int] = field(default_factory=list)
     """Index of the first layer with the same weights, for each layer."""
-    shares: dict[str, float] = field(default_factory=dict)
-    """Moving averages of the share of right answer tokens, by kind."""
     curve: list[dict[str, Any]] = field(default_factory=list)
 
 

@@ -37,11 +37,6 @@ from hf_tiered_cache.patches.attach import attachment_of
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module")
-def model():
-    return build("llama")
-
-
 def mixed(count, seed=0, shared=(96, 50)):
     """Return prompts of which some begin alike, and some are private."""
     chance = random.Random(seed)

@@ -6,6 +6,7 @@ import copy
 import gc
 import itertools
 import weakref
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -500,12 +501,18 @@ def test_a_little_of_a_long_prompt_is_computed_rather_than_masked():
 # --- stats
 
 
-def test_stats_count_and_print(tmp_path):
+@contextmanager
+def reopened(folder, tokens):
+    """Store a prompt of `tokens` tokens, and open its store again. Yield the model, the store and a new cache."""
     model = build("llama")
-    with KVStore(tmp_path) as store:
-        store.precompute(model, prompt(100), progress=False)
-    with KVStore(tmp_path) as store:
-        cache = TieredCache(model, store)
+    with KVStore(folder) as store:
+        store.precompute(model, prompt(tokens), progress=False)
+    with KVStore(folder) as store:
+        yield model, store, TieredCache(model, store)
+
+
+def test_stats_count_and_print(tmp_path):
+    with reopened(tmp_path, 100) as (model, store, cache):
         ids = torch.cat([prompt(100)[:, :90], prompt(30, seed=3)], dim=1)
         model.generate(ids, past_key_values=cache, **GREEDY)
         stats = cache.stats
@@ -533,11 +540,7 @@ def test_stats_count_and_print(tmp_path):
 
 def test_a_part_of_a_chunk_is_read_whole_and_counted(tmp_path):
     """A full hit leaves one token to compute, so of the last chunk 15 of 16 tokens are used."""
-    model = build("llama")
-    with KVStore(tmp_path) as store:
-        store.precompute(model, prompt(96), progress=False)
-    with KVStore(tmp_path) as store:
-        cache = TieredCache(model, store)
+    with reopened(tmp_path, 96) as (model, store, cache):
         model.generate(prompt(96), past_key_values=cache, **GREEDY)
         per_token = store._storage.disk.reader(store.segments()[0].id).shape.layout.bytes_per_token
         assert cache.stats.bytes_read == 96 * per_token

@@ -13,11 +13,6 @@ from hf_tiered_cache.methods import CacheTune, ContiguousKV
 PASSAGES = [prompt(64, seed=seed)[0] for seed in (7, 8, 9)]
 
 
-@pytest.fixture(scope="module")
-def model():
-    return build("llama")
-
-
 def test_the_planted_device_refuses_what_a_gpu_refuses():
     ids = on_device(torch.arange(4))
     assert ids.device.type == (ids + 1).device.type == ids.view(2, 2).to(torch.int32).device.type == "cuda"

@@ -22,6 +22,8 @@ from hf_tiered_cache.selection import streamed as partial_attention
 from hf_tiered_cache.selection.decode import DecodeSelection
 from hf_tiered_cache.selection.streamed import StreamedPrefix
 
+FAMILY = "qwen2"
+
 TOKENS, PIECE = 700, 128
 METHOD = KVDrive(budget=0.2, local=16, prefill_tokens=PIECE, exact_from=16, observed=16)
 NEW = 6
@@ -38,11 +40,6 @@ FAMILIES = [
     "smollm3",
     "glm4",
 ]
-
-
-@pytest.fixture(scope="module")
-def model():
-    return build("qwen2")
 
 
 @pytest.fixture

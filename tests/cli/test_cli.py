@@ -502,22 +502,27 @@ def test_one_conversation_is_shown(run, chats):
     assert json.loads(run("conversations", root, "show", "bob", "--json")[1])["segments"][0] == headers["a"].id
 
 
+def check_deletion(run, root, entries, names, segment):
+    """Delete the first of two conversations or documents, which has one segment of its own, and then the other one."""
+    first, second = names
+    entry, key = entries[:-1], "id" if entries == "conversations" else "label"
+    before, command = files(root), (entries, root, "rm", first, "--dry-run")
+    assert json.loads(run(*command, "--json")[1])["segments"] == [segment]
+    assert f"would delete 1 {entry}, 1 segment, " in run(*command)[1]
+    assert f"would delete 2 {entries}, 2 segments, " in run(*command, second)[1]
+    assert files(root) == before and len(json.loads(run(entries, root, "--json")[1])) == 2
+    assert f"deleted 1 {entry}, 1 segment, " in run(entries, root, "rm", first)[1]
+    assert files(root).keys() == before.keys() - {root / "segments" / f"{segment}.kv"}
+    assert [row[key] for row in json.loads(run(entries, root, "--json")[1])] == [second]
+    assert json.loads(run(entries, root, "rm", second, "--json")[1])["removed"] == [second]
+
+
 def test_conversations_are_deleted_with_what_is_their_own(run, chats):
-    root, headers, conversations = chats
+    root, headers, _ = chats
     opened = open_store(root)
     opened.pin([headers["a"].id], False)
     opened.close()
-    alice = "alice\x1b[31m 42"
-    before = files(root)
-    command = "conversations", root, "rm", alice, "--dry-run"
-    assert json.loads(run(*command, "--json")[1])["segments"] == [headers["d"].id]
-    assert "would delete 1 conversation, 1 segment, " in run(*command)[1]
-    assert files(root) == before and conversations.read(alice)
-    assert "would delete 2 conversations, 2 segments, " in run(*command, "bob")[1]
-    assert "deleted 1 conversation, 1 segment, " in run("conversations", root, "rm", alice)[1]
-    assert files(root).keys() == before.keys() - {root / "segments" / f"{headers['d'].id}.kv"}
-    assert [row["id"] for row in json.loads(run("conversations", root, "--json")[1])] == ["bob"]
-    assert json.loads(run("conversations", root, "rm", "bob", "--json")[1])["removed"] == ["bob"]
+    check_deletion(run, root, "conversations", ["alice\x1b[31m 42", "bob"], headers["d"].id)
     assert run("conversations", root)[1] == "total: 0 conversations, 0 tokens\n"
 
 
@@ -599,16 +604,7 @@ def test_one_document_is_shown(run, corpus):
 
 def test_documents_are_deleted_with_what_is_their_own(run, corpus):
     root, headers = corpus
-    before, label = files(root), "report\x1b[31m 1"
-    command = "documents", root, "rm", label, "--dry-run"
-    assert json.loads(run(*command, "--json")[1])["segments"] == [headers[0].id]
-    assert "would delete 1 document, 1 segment, " in run(*command)[1]
-    assert "would delete 2 documents, 2 segments, " in run(*command, "minutes")[1]
-    assert files(root) == before and len(json.loads(run("documents", root, "--json")[1])) == 2
-    assert "deleted 1 document, 1 segment, " in run("documents", root, "rm", label)[1]
-    assert files(root).keys() == before.keys() - {root / "segments" / f"{headers[0].id}.kv"}
-    assert [row["label"] for row in json.loads(run("documents", root, "--json")[1])] == ["minutes"]
-    assert json.loads(run("documents", root, "rm", "minutes", "--json")[1])["removed"] == ["minutes"]
+    check_deletion(run, root, "documents", ["report\x1b[31m 1", "minutes"], headers[0].id)
     assert run("documents", root)[1] == "total: 0 documents, 0 passages, 0 tokens\n"
 
 

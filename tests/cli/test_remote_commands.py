@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import build, prompt
+from families import prompt
 from segments import hashes, open_store, segment, without_catalogue
 from typer.testing import CliRunner
 
@@ -24,11 +24,6 @@ from hf_tiered_cache.store.format import FORMAT_VERSION
 from hf_tiered_cache.store.kinds import ENTRY
 
 IDS = prompt(100)
-
-
-@pytest.fixture(scope="module")
-def model():
-    return build("llama")
 
 
 @pytest.fixture

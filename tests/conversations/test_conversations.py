@@ -38,11 +38,6 @@ LOGITS = GREEDY | {"output_logits": True, "return_dict_in_generate": True}
 FIRST = 60
 
 
-@pytest.fixture(scope="module")
-def model():
-    return build("llama")
-
-
 def turn(model, cache, history, more=12, seed=5):
     """Run a turn with `more` tokens of the user and an answer. Return the history, int `[1, n]`."""
     ids = torch.cat([history, prompt(more, seed=seed)], dim=1)
@@ -122,17 +117,13 @@ def test_turn_after_turn_each_with_a_cache_of_its_own(model, store):
     assert info(store).turns == 4
 
 
-def test_suspend_says_what_it_kept_and_lets_memory_go(model, store):
+def test_suspend_says_what_it_kept_and_lets_memory_go(model, store, uncollected):
     cache = TieredCache(model, store, conversation="alice-42")
     history = turn(model, cache, prompt(FIRST))
     buffers = [weakref.ref(layer._keys) for layer in cache.layers]
     length = cache.get_seq_length()
-    gc.disable()
-    try:
-        suspension = cache.suspend()
-        assert [ref() for ref in buffers] == [None] * len(buffers)
-    finally:
-        gc.enable()
+    suspension = cache.suspend()
+    assert [ref() for ref in buffers] == [None] * len(buffers)
     assert cache.get_seq_length() == 0
     assert (suspension.tokens, suspension.unstored, suspension.reason) == (length // 16 * 16, length % 16, "")
     assert suspension.bytes == sum(row.nbytes for row in store.segments()) and suspension.seconds > 0
@@ -453,23 +444,19 @@ def test_a_newer_cache_through_another_store_takes_over_too(model, store, root):
 
 
 @pytest.mark.parametrize("how", ["suspended", "collected", "closed"])
-def test_the_lock_is_free_when_its_cache_is(model, root, how):
+def test_the_lock_is_free_when_its_cache_is(model, root, how, uncollected):
     store = KVStore(root)
     cache = TieredCache(model, store, conversation="alice-42")
     turn(model, cache, prompt(FIRST))
     assert lock(root) is None
-    gc.disable()
-    try:
-        if how == "suspended":
-            cache.suspend()
-        elif how == "collected":
-            del cache
-        else:
-            store.close()
-        with lock(root) as free:
-            assert free is not None
-    finally:
-        gc.enable()
+    if how == "suspended":
+        cache.suspend()
+    elif how == "collected":
+        del cache
+    else:
+        store.close()
+    with lock(root) as free:
+        assert free is not None
     if how != "closed":
         store.close()
     with KVStore(root) as again:

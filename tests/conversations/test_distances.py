@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 import weakref
 from dataclasses import dataclass, field
@@ -377,19 +376,15 @@ def test_rows_count_whatever_happens_to_buffers_since(model, store):
         assert_same(result, direct(weights(model, mixed[1 - row])), 110)
 
 
-def test_rows_of_a_cache_that_is_gone_hold_no_memory(model, store):
+def test_rows_of_a_cache_that_is_gone_hold_no_memory(model, store, uncollected):
     cache = TieredCache(model, store, method=Watched(), record=False)
     step(model, cache, prompt(60))
-    gc.disable()
-    try:
-        references = weakref.ref(cache.layers[0]._keys), weakref.ref(observer_of(cache))
-        del cache
-        assert references[0]() is None and references[1]() is None
-    finally:
-        gc.enable()
+    references = weakref.ref(cache.layers[0]._keys), weakref.ref(observer_of(cache))
+    del cache
+    assert references[0]() is None and references[1]() is None
 
 
-def test_passes_that_were_watched_are_gone_when_they_are_over(model, store, monkeypatch):
+def test_passes_that_were_watched_are_gone_when_they_are_over(model, store, monkeypatch, uncollected):
     """This includes a pass with a plan, whose observer asks what each layer computes."""
     passes = []
 
@@ -401,14 +396,10 @@ def test_passes_that_were_watched_are_gone_when_they_are_over(model, store, monk
     monkeypatch.setattr(ForwardPass, "run", run)
     store.precompute(model, prompt(96), progress=False)
     cache = TieredCache(model, store, method=Pyramid(first=frozenset(range(40))), record=False)
-    gc.disable()
-    try:
-        step(model, cache, prompt(TOKENS))
-        assert cache.stats.tokens_restored > 0
-        step(model, cache, prompt(1))
-        assert len(passes) == 2 and all(watched() is None for watched in passes)
-    finally:
-        gc.enable()
+    step(model, cache, prompt(TOKENS))
+    assert cache.stats.tokens_restored > 0
+    step(model, cache, prompt(1))
+    assert len(passes) == 2 and all(watched() is None for watched in passes)
 
 
 def test_what_fails_while_comparing_fails_no_request(model, store, monkeypatch, caplog):

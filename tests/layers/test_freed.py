@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 
 import pytest
 import torch
-from families import build, prompt
+from families import prompt
 from thorough import pairs
 
 from hf_tiered_cache import KVStore, TieredCache
@@ -26,11 +25,6 @@ SETTINGS = [
 
 class Planted(Exception):
     """Exception that ends a pass."""
-
-
-@pytest.fixture(scope="module")
-def model():
-    return build("llama")
 
 
 @pytest.fixture
@@ -57,15 +51,6 @@ def made(monkeypatch):
     monkeypatch.setattr(buffer_module, "_empty", noting(buffer_module._empty))
     monkeypatch.setattr(JoinedLayers, "of", noting_layers(JoinedLayers.of))
     return buffer_refs
-
-
-@pytest.fixture
-def uncollected():
-    """Disable garbage collection in the body."""
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
 
 
 def fill(store, model, method):

@@ -88,17 +88,27 @@ def test_a_front_is_recomputed_once_after_a_restart(family, codec, root):
         assert storage_of(store).residency.host.allocated <= storage_of(store).residency.host.budget
 
 
+def front_in_memory(store):
+    """Return the recomputed first tokens of the store's only segment, which are in memory."""
+    storage = storage_of(store)
+    (row,) = store.segments()
+    return storage.unstored.of(storage.disk.reader(row.id), None)
+
+
+def evict(store, owner, chunk):
+    """Evict a block from host memory."""
+    host = storage_of(store).residency.host
+    pool, slots, _ = host.find(owner, np.array([chunk]))
+    host.discard(pool, slots)
+
+
 def test_layers_keep_what_they_recompute_after_losing_it(root):
     """One layer has lost blocks: those are computed again, once."""
     model, method, text = build("qwen2"), Krul(recompute=0.4, **SETTINGS), prompt(TOKENS + 40)
     with KVStore(root, engine="posix") as store:
         run_turn(model, store, method, text[:, :TOKENS])
-        storage = storage_of(store)
-        (row,) = store.segments()
-        front = storage.unstored.of(storage.disk.reader(row.id), None)
-        chunk = front.shape.chunks_in(front.shape.block_groups[0]) - 1
-        pool, slots, _ = storage.residency.host.find(front.owners[0], np.array([chunk]))
-        storage.residency.host.discard(pool, slots)
+        front = front_in_memory(store)
+        evict(store, front.owners[0], front.shape.chunks_in(front.shape.block_groups[0]) - 1)
         assert run_turn(model, store, method, text)[1] > 0
         logits, *counts = run_turn(model, store, method, text, suspend=False)
         assert counts == [0, 0]
@@ -134,13 +144,8 @@ def test_each_layer_recomputes_what_it_has_lost(root):
     model, method, text = build("qwen2"), Krul(recompute=0.4, **SETTINGS), prompt(TOKENS + 40)
     with KVStore(root, engine="posix") as store:
         run_turn(model, store, method, text[:, :TOKENS])
-        storage = storage_of(store)
-        (row,) = store.segments()
-        reader, host = storage.disk.reader(row.id), storage.residency.host
-        front = storage.unstored.of(reader, None)
-        owner = front.owners[front.shape.restoring_groups[2][0].index]
-        pool, slots, _ = host.find(owner, np.array([1]))
-        host.discard(pool, slots)
+        front = front_in_memory(store)
+        evict(store, front.owners[front.shape.restoring_groups[2][0].index], 1)
         logits, recomputed, nbytes = run_turn(model, store, method, text, suspend=False)
         assert (recomputed, nbytes) == (3 * 32 / 6, 0)
         expect(model, text, logits)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from families import build, prompt
+from families import prompt
 from thorough import pairs
 from transformers import DynamicCache
 
@@ -16,14 +16,11 @@ from hf_tiered_cache.methods import Krul
 from hf_tiered_cache.store.geometry import Geometry
 from hf_tiered_cache.store.shape import SegmentShape
 
+FAMILY = "qwen2"
+
 LOSSLESS = {"geometry": Geometry(16, 1), "codec": "raw"}
 PAIRS = {"change": 1.0, "quality": None}
 OPENING = 256
-
-
-@pytest.fixture(scope="module")
-def model():
-    return build("qwen2")
 
 
 @torch.no_grad()

@@ -21,13 +21,10 @@ from hf_tiered_cache.selection.decode import DecodeSelection, MicroBatches
 from hf_tiered_cache.selection.decode_index import rank
 from hf_tiered_cache.selection.window import ByIndex, Span
 
+FAMILY = "qwen2"
+
 METHOD = KVDrive(budget=0.2, local=16)
 TOKENS = 400
-
-
-@pytest.fixture(scope="module")
-def model():
-    return build("qwen2")
 
 
 @pytest.fixture

@@ -20,6 +20,8 @@ from hf_tiered_cache.selection.selectors import ProbeHeads, TopChunks
 from hf_tiered_cache.store.geometry import Geometry, in_groups
 from hf_tiered_cache.units import format_bytes
 
+FAMILY = "qwen2"
+
 pytestmark = pytest.mark.usefixtures("unfolded")
 
 BLIND = ("deepseek_v3", "falcon")
@@ -40,11 +42,6 @@ METHODS = {
     "impress, one probe": Impress(budget=0.25, probe_heads=1, chunk_tokens=16),
 }
 every_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
-
-
-@pytest.fixture(scope="module")
-def model():
-    return build("qwen2")
 
 
 @pytest.fixture

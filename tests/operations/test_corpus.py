@@ -23,13 +23,10 @@ from hf_tiered_cache.operations import contents, passages
 from hf_tiered_cache.store.documents import DocumentRecord
 from hf_tiered_cache.store.geometry import Geometry
 
+FAMILY = "qwen2"
+
 EPIC = epic()
 NEW = [prompt(tokens, seed=seed)[0] for seed, tokens in enumerate((48, 128), start=20)]
-
-
-@pytest.fixture(scope="module")
-def model():
-    return build("qwen2")
 
 
 def fill(store, model, texts, labels, method=EPIC, **options):

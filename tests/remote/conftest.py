@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from families import build
 from faulty_remote import FaultyRemote
 
 from hf_tiered_cache import KVStore
 from hf_tiered_cache.cache.observed import Pace
-
-
-@pytest.fixture(scope="module")
-def model():
-    return build("llama")
 
 
 @pytest.fixture(autouse=True)

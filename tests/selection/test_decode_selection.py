@@ -21,16 +21,13 @@ from hf_tiered_cache.methods import ContiguousKV
 from hf_tiered_cache.selection.selectors import Selection, TopChunks
 from hf_tiered_cache.store.geometry import in_groups
 
+FAMILY = "qwen2"
+
 PREFIX, NEW = 200, 8
 SHARED = {"per_head": False, "reorder": False, "solo_layers": 1}
 METHOD = ContiguousKV(budget=0.25, chunk_tokens=16, period=2, identify="keys", reselect=True, gain=0, **SHARED)
 PER_HEAD = {"per_head": True, "identify": "index", "period": 1, "solo_layers": 0}
 GREEDY = {"do_sample": False, "max_new_tokens": NEW, "output_logits": True, "return_dict_in_generate": True}
-
-
-@pytest.fixture(scope="module")
-def model():
-    return build("qwen2")
 
 
 @pytest.fixture(params=[{}, PER_HEAD], ids=["all", "heads"])

@@ -6,7 +6,7 @@ import gc
 
 import pytest
 import torch
-from families import build, prompt
+from families import prompt
 from test_selective import ask, question
 from thorough import pairs
 
@@ -16,16 +16,13 @@ from hf_tiered_cache.selection import window
 from hf_tiered_cache.selection.decode_index import DecodeIndex, Int8KeysIndex
 from hf_tiered_cache.tiers.index_cache import IndexCache
 
+FAMILY = "qwen2"
+
 KEY = ((("segment", 0, 7, "kind"), 0, 64),)
 IN_PIECES = KVDrive(budget=0.2, local=16, prefill_tokens=128, exact_from=64)
 WHOLE = KVDrive(budget=0.2, local=16)
 KEYS = ContiguousKV(0.25, reselect=True, reorder=False, identify="index")
 TOKENS = 400
-
-
-@pytest.fixture(scope="module")
-def model():
-    return build("qwen2")
 
 
 @pytest.fixture

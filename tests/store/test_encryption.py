@@ -44,11 +44,6 @@ IDS, OTHER = prompt(100), prompt(100, seed=9)
 GREEDY = {"do_sample": False, "max_new_tokens": 3, "output_logits": True, "return_dict_in_generate": True}
 
 
-@pytest.fixture(scope="module")
-def model():
-    return build("llama")
-
-
 def fill(root, model, ids=(IDS[0], OTHER[0]), **options):
     with KVStore(root, **options) as store:
         store.precompute(model, list(ids), progress=False)

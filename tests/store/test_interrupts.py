@@ -64,11 +64,6 @@ def stored(tmp_path_factory):
     return [store.reader(name) for name in sorted({name for name, _ in blocks})], blocks
 
 
-@pytest.fixture(scope="module")
-def model():
-    return build("llama")
-
-
 def interrupted(action, when, paths=(f"{os.sep}tiers{os.sep}",)):
     """Run `action`; at its `when`-th step within these files an interrupt comes. Returns whether it did."""
     steps_left = when

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from families import build, prompt
+from families import prompt
 
 from hf_tiered_cache import ConfigError, KVStore, TieredCache, reasons
 from hf_tiered_cache.methods import CacheTune, ContiguousKV, Passages
-
-
-@pytest.fixture(scope="module")
-def model():
-    return build("llama")
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from unittest.mock import Mock
 
 import processes
 import pytest
-from families import build, prompt
+from families import prompt
 from hypothesis import event, example, given, settings
 from hypothesis import strategies as st
 
@@ -48,11 +48,6 @@ NO_TABLES = b"SQLite format 3\0" + bytes(84) + b"\r" + bytes(3995)
 PROMPT = prompt(60)
 LOADED = Exact(recompute=0, decline=False)
 GREEDY = {"do_sample": False, "max_new_tokens": 2}
-
-
-@pytest.fixture(scope="module")
-def model():
-    return build("llama")
 
 
 def fill(store, model):

@@ -35,6 +35,8 @@ from hf_tiered_cache.store.relayout import join_segments
 from hf_tiered_cache.store.shape import NOT_HELD, SegmentShape, TokenTables
 from hf_tiered_cache.tiers.scores import TokenImportance
 
+FAMILY = "qwen2"
+
 LAYERS = len(LAYOUT.layers)
 METHOD = Impress(budget=0.25, probe_heads=2, chunk_tokens=16, reorder=False)
 
@@ -58,11 +60,6 @@ def shuffle(store, seed=0, apart=False):
         assert store._storage.rewriter._replace(row.id, reader.shape.geometry, tables)
         assert store._storage.disk.reader(row.id) is None
         assert not store._storage.disk.path(row.id).exists()
-
-
-@pytest.fixture(scope="module")
-def model():
-    return build("qwen2")
 
 
 # --- order and back

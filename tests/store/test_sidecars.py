@@ -516,34 +516,36 @@ def test_no_forged_json_does_harm(tmp_path, text):
     assert counted(store).verification_failures == 1
 
 
-@pytest.mark.parametrize("nbytes", [1 << 20, 1 << 30, 1 << 40, 1 << 41, (1 << 64) - 64])
-def test_no_size_is_believed_that_the_file_does_not_have(tmp_path, monkeypatch, nbytes):
-    """The file has a few KiB, and its header promises up to exabytes."""
-    store = open_store(tmp_path)
+@pytest.fixture
+def kept(tmp_path, monkeypatch):
+    """Store a sidecar. Return the store, its segment, the file, and the sizes that are allocated for its arrays."""
+    store, sizes = open_store(tmp_path), []
     reader = publish(store)
     assert store.sidecars.keep(reader, "index", ARRAYS, FACTS)
-    path, most = file_of(store, reader), []
-    monkeypatch.setattr(sidecars, "aligned_bytes", most.append)
+    monkeypatch.setattr(sidecars, "aligned_bytes", sizes.append)
+    return store, reader, file_of(store, reader), sizes
+
+
+@pytest.mark.parametrize("nbytes", [1 << 20, 1 << 30, 1 << 40, 1 << 41, (1 << 64) - 64])
+def test_no_size_is_believed_that_the_file_does_not_have(kept, nbytes):
+    """The file has a few KiB, and its header promises up to exabytes."""
+    store, reader, path, sizes = kept
     forge(path, said_by(path) | {"arrays": [["of", "uint8", [nbytes]]]}, nbytes)
     assert store.sidecars.kept(reader, "index", FACTS) is None
     assert counted(store).verification_failures == 1
-    assert most == []
+    assert sizes == []
 
 
 @pytest.mark.parametrize("nbytes", [1 << 26, 1 << 34, 1 << 40])
-def test_a_sparse_file_takes_no_memory(tmp_path, monkeypatch, nbytes):
+def test_a_sparse_file_takes_no_memory(kept, nbytes):
     """The file takes a few KiB on disk, and has the size that its header promises."""
-    store = open_store(tmp_path)
-    reader = publish(store)
-    assert store.sidecars.keep(reader, "index", ARRAYS, FACTS)
-    path, most = file_of(store, reader), []
-    monkeypatch.setattr(sidecars, "aligned_bytes", most.append)
+    store, reader, path, sizes = kept
     fields = said_by(path) | {"arrays": [["of", "uint8", [nbytes]]]}
     forge(path, fields, nbytes, sidecars._head_bytes(len(json.dumps(fields)), nbytes) + nbytes)
     assert path.stat().st_size > nbytes > 16 * path.stat().st_blocks * 512
     assert store.sidecars.kept(reader, "index", FACTS) is None
     assert (counted(store).read_errors, counted(store).verification_failures) == (1, 0)
-    assert most == []
+    assert sizes == []
 
 
 @pytest.mark.parametrize("shape", [[0, 1 << 70], [0, 1 << 39, 1 << 39], [0] * 9, [-1, 0], [True, 0], [[0]], "0"])

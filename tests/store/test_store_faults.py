@@ -22,11 +22,6 @@ GREEDY = {"do_sample": False, "max_new_tokens": 4}
 
 
 @pytest.fixture(scope="module")
-def model():
-    return build("llama")
-
-
-@pytest.fixture(scope="module")
 def expected(model):
     return [model.generate(ids, **GREEDY) for ids in PROMPTS]
 

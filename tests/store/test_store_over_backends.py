@@ -10,7 +10,7 @@ import time
 
 import pytest
 import torch
-from families import build, prompt
+from families import prompt
 from memory_backend import MemoryBackend
 from reference import kv_of, prefilled
 
@@ -25,11 +25,6 @@ from hf_tiered_cache.store.quota import CATALOGUE_GROWTH
 
 IDS = prompt(96)
 GREEDY = {"do_sample": False, "max_new_tokens": 8}
-
-
-@pytest.fixture(scope="module")
-def model():
-    return build("llama")
 
 
 @pytest.fixture

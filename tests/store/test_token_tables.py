@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from families import build, build_deep, prompt
+from families import build_deep, prompt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import assert_same
@@ -31,6 +31,8 @@ from hf_tiered_cache.store.format import HEADER_BYTES, decode_header
 from hf_tiered_cache.store.geometry import Geometry, aligned, block_groups
 from hf_tiered_cache.store.relayout import join_segments
 from hf_tiered_cache.store.shape import IN_ORDER, NOT_HELD, SegmentShape, TokenTables
+
+FAMILY = "qwen2"
 
 
 def tables_of(token_sets, tokens):
@@ -60,11 +62,6 @@ def hold_part(store, row, held_of):
     reader = store._storage.disk.reader(row.id)
     token_sets = [held_of(group) for group in reader.shape.block_groups]
     assert store._storage.rewriter._replace(row.id, reader.shape.geometry, tables_of(token_sets, reader.shape.tokens))
-
-
-@pytest.fixture(scope="module")
-def model():
-    return build("qwen2")
 
 
 # --- files

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from families import build, prompt
+from families import prompt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from segments import hashes, open_store, runs_of, segment
@@ -18,11 +18,6 @@ from hf_tiered_cache.tiers.residency import Residency
 
 CPU = torch.device("cpu")
 IDS = prompt(60)
-
-
-@pytest.fixture(scope="module")
-def model():
-    return build("llama")
 
 
 @pytest.fixture(scope="module")
