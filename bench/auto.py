@@ -64,12 +64,7 @@ there is no turn of warm-up."""
 
 
 class Bench:
-    """Model, prompts, and stores with the KV of their prefixes.
-
-    Args:
-        arguments: Arguments of the command line.
-        folder: Parent folder of the stores.
-    """
+    """Model, prompts, and stores with the KV of their prefixes."""
 
     def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
         self.arguments, self.folder = arguments, folder

@@ -223,18 +223,9 @@ def main() -> None:
         default=BANDWIDTHS,
         help=f"bandwidths of emulated disks in MB/s; 0: the real disk (default: {BANDWIDTHS})",
     )
-    parser.add_argument("--layers", type=int, default=12, help="number of layers of the model (default: 12)")
-    parser.add_argument(
-        "--period",
-        type=int,
-        default=8,
-        help="layers per selection with the paper's settings of ContiguousKV, at most all",
-    )
-    parser.add_argument("--prefixes", type=int, default=6, help="number of prefixes")
-    parser.add_argument("--tokens", type=int, default=4096, help="number of tokens in a prefix")
     parser.add_argument("--learn", type=int, default=8, help="earlier requests per prefix, without the slow disk")
     add_arguments(parser, one_disk=False)
-    parser.set_defaults(requests=24, warm_up=12)
+    parser.set_defaults(layers=12, prefixes=6, tokens=4096, requests=24, warm_up=12)
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
     model = build(arguments.shape, getattr(torch, arguments.dtype), device, layers=arguments.layers)
@@ -248,7 +239,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         bench = Bench(arguments, model, prompts, Path(folder))
         for system in selected_systems:
-            if system.policy not in ("lru", "lfu"):  # of which nothing outlives a process
+            if not system.policy:  # LRU and LFU know nothing that outlives a process
                 bench.learn(system, arguments.learn)
         document = {"model": label, "dtype": arguments.dtype, "budget": BUDGET_OF_AIMS, "period": period}
         document["learned"] = arguments.learn

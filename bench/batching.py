@@ -29,6 +29,8 @@ from hf_tiered_cache import KVStore, tiered
 
 RUNS = ("engine alone", "store, cold", "store, warm host", "store, warm disk")
 PRIVATE = ("engine alone, nothing shared", "store, nothing shared")
+PRIVATE_TOKENS = 64
+"""Number of tokens of each request alone."""
 PAGE_TOKENS, BATCH_TOKENS = 16, 512
 """Tokens per page, and maximum number of tokens per pass."""
 SETTLE_S = 1.0
@@ -44,7 +46,7 @@ def prompts_of(arguments: argparse.Namespace, tokens: int, shares: bool, seed: i
         return [chance.randrange(3, tokens) for _ in range(count)]
 
     shared = draw(arguments.shared)
-    return [(shared if shares else draw(arguments.shared)) + draw(arguments.private) for _ in range(arguments.requests)]
+    return [(shared if shares else draw(arguments.shared)) + draw(PRIVATE_TOKENS) for _ in range(arguments.requests)]
 
 
 def run(model: Any, arguments: argparse.Namespace, prompts: list[list[int]]) -> dict[str, Any]:
@@ -173,7 +175,6 @@ def main() -> None:
     add_model_arguments(parser, layers=4)
     parser.add_argument("--requests", type=int, default=16, help="number of requests per run")
     parser.add_argument("--shared", type=int, default=4096, help="number of shared tokens")
-    parser.add_argument("--private", type=int, default=64, help="number of tokens of each request alone")
     parser.add_argument("--tokens", type=int, default=16, help="number of generated tokens")
     parser.add_argument("--rate", type=float, default=1.0, help="requests per second")
     parser.add_argument("--repeats", type=int, default=3, help="number of turns")
@@ -191,7 +192,7 @@ def main() -> None:
             "dtype": arguments.dtype,
             "requests": arguments.requests,
             "shared": arguments.shared,
-            "private": arguments.private,
+            "private": PRIVATE_TOKENS,
             "new": arguments.tokens,
             "rate": arguments.rate,
             "repeats": arguments.repeats,

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from lib.common import add_questions
+from lib.common import add_questions, listed
 from lib.pages import machine, save, table
 from torch.nn.functional import normalize, pad
 from tqdm.auto import tqdm
@@ -297,9 +297,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="short name of eval.models, name on the Hub, or folder")
     add_questions(parser, tasks="sst2,rte,text", limit=64)
-    parser.add_argument(
-        "--shares", type=float, nargs="+", default=[0.05, 0.1, 0.25], help="budgets, as shares of the prefix"
-    )
+    shares = [0.05, 0.1, 0.25]
+    parser.add_argument("--shares", type=listed(float), default=shares, help="budgets, as shares of the prefix")
     parser.add_argument("--out", type=Path, help="folder for results (default: print them)")
     return parser.parse_args(arguments)
 

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 from lib.common import add_shape, build, first_token, forget_page_cache, interleaved, load, median, parser_of, ratio
-from lib.pages import machine, machine_text, save, table
+from lib.pages import machine, machine_text, publish, table
 from lib.slow_disk import SlowDisk, SlowDiskEngine
 from tqdm.auto import tqdm
 from transformers import AutoTokenizer, Cache, DynamicCache, PreTrainedModel, QuantizedCache, cache_utils
@@ -329,8 +329,7 @@ def main() -> None:
             else "hqq is not installed, and quanto has no eight bits. hqq's scheme is computed directly (groups "
             "of 64, scale and zero point in float32, from minimum and maximum).",
         }
-        save(arguments.out, "codec-cpu", document, report(document))
-        print(report(document))
+        publish(arguments.out, "codec-cpu", document, report)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from lib.common import build, median, parser_of
-from lib.pages import machine, machine_text, save, table
+from lib.pages import machine, machine_text, publish, table
 from tqdm.auto import tqdm
 
 from hf_tiered_cache import ConversationInUseError, KVStore, TieredCache
@@ -206,8 +206,7 @@ def main() -> None:
                 results.setdefault(method, []).append(result)
                 before = count
     document = {"machine": machine_info, "turns": arguments.turns, "repeats": arguments.repeats, "results": results}
-    save(arguments.out, "conversations-many-cpu", document, report(document))
-    print(report(document))
+    publish(arguments.out, "conversations-many-cpu", document, report)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     PYTHONPATH=. python bench/decode.py                          # Qwen2.5-0.5B's shape, 4 of its layers
     PYTHONPATH=. python bench/decode.py --layers 24 --contexts 131072 --batches 1
-    PYTHONPATH=. python bench/decode.py --contexts 8192 32768 --batches 4 8 --disk-bandwidth 5e8 --tokens 4 --turns 2
+    PYTHONPATH=. python bench/decode.py --contexts 8192,32768 --batches 4,8 --disk-bandwidth 5e8 --tokens 4 --turns 2
 
 The model has random weights and a known shape; `--layers` takes fewer layers, and the same share of the vocabulary.
 The KV of the contexts is synthetic (see `synthetic_kv.py`). It is written to a store and found by the hashes of its
@@ -44,7 +44,7 @@ from unittest import mock
 
 import torch
 from lib.attention_kernels import attend_folded, registered
-from lib.common import add_size, build, interleaved, median, parser_of
+from lib.common import add_size, build, interleaved, listed, median, parser_of
 from lib.layer_files import LayerFiles, LayerFromDisk
 from lib.made_contexts import SUFFIX, TAG, Contexts
 from lib.pages import machine, machine_text, save, table
@@ -89,16 +89,9 @@ def arguments_of(argv: list[str] | None = None) -> argparse.Namespace:
     parser = parser_of(__doc__)
     add_size(parser, layers=4)
     parser.add_argument("--device", default="cpu", help="device of the model")
-    parser.add_argument(
-        "--contexts",
-        type=int,
-        nargs="+",
-        default=[8192, 32768, 131072],
-        help="numbers of context tokens, multiples of 16",
-    )
-    parser.add_argument(
-        "--batches", type=int, nargs="+", default=[1, 4, 8], help="numbers of rows, each with its own context"
-    )
+    contexts, batches = [8192, 32768, 131072], [1, 4, 8]
+    parser.add_argument("--contexts", type=listed(int), default=contexts, help="numbers of tokens, multiples of 16")
+    parser.add_argument("--batches", type=listed(int), default=batches, help="numbers of rows, each with a context")
     parser.add_argument("--budget", type=float, default=0.0156, help="share of the context that is attended to")
     parser.add_argument("--tokens", type=int, default=8, help="number of tokens that each system decodes per turn")
     parser.add_argument("--turns", type=int, default=4, help="number of measured turns, after one of warm-up")

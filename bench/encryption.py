@@ -27,7 +27,7 @@ import cryptography
 import numpy as np
 import torch
 from lib.common import add_shape, build, first_token, forget_page_cache, interleaved, median, parser_of, ratio, seconds
-from lib.pages import machine, machine_text, save, table
+from lib.pages import machine, machine_text, publish, table
 from tqdm.auto import tqdm
 
 from hf_tiered_cache import KVStore, TieredCache
@@ -296,8 +296,7 @@ def main() -> None:
             "raw": speeds,
             "results": results,
         }
-        save(arguments.out, f"encryption-{arguments.shape}-{arguments.dtype}-cpu", document, report(document))
-        print(report(document))
+        publish(arguments.out, f"encryption-{arguments.shape}-{arguments.dtype}-cpu", document, report)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from lib.common import build, median, parser_of
+from lib.common import build, listed, median, parser_of
 from lib.pages import machine, machine_text, save, table
 from tqdm.auto import tqdm
 
@@ -122,9 +122,8 @@ def report(document: dict[str, Any]) -> str:
 def main() -> None:
     """Run the benchmark."""
     parser = parser_of(__doc__)
-    parser.add_argument(
-        "--passages", default="60,1000", help="numbers of stored passages, one store for each, separated by commas"
-    )
+    sizes = [60, 1000]
+    parser.add_argument("--passages", type=listed(int), default=sizes, help="numbers of passages, a store for each")
     parser.add_argument("--tokens", type=int, default=512, help="number of tokens in a passage")
     parser.add_argument("--prompt", type=int, default=31000, help="number of tokens in the prompts")
     parser.add_argument("--repeats", type=int, default=30, help="number of turns")
@@ -134,7 +133,7 @@ def main() -> None:
     results = {}
     with tempfile.TemporaryDirectory(prefix="bench-find-", dir=arguments.store) as folder:
         machine_info = machine(torch.device("cpu"), Path(folder))
-        for passages in map(int, arguments.passages.split(",")):
+        for passages in arguments.passages:
             bench = Bench(arguments, passages, Path(folder) / str(passages))
             results[str(passages)] = bench.measure()
             bench.store.close()

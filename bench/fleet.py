@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from lib.common import listed, parser_of
 from lib.fleet_model import HOME, MOST_MACHINES, RANDOM, Costs, Fleet, summary
-from lib.pages import machine, pyplot, save, table
+from lib.pages import machine, publish, pyplot, table
 from lib.traces import WORKLOADS, Workload, describe
 from tqdm.auto import tqdm
 
@@ -292,9 +292,7 @@ def main() -> None:
     options = {field: value for field, value in vars(arguments).items() if field != "out"}
     measured_on = machine(torch.device("cpu"), Path(__file__).parent)
     result = {"machine": measured_on, "options": options, "workloads": workloads}
-    page = report(result)
-    save(arguments.out, "fleet", result, page, plot)
-    print(page)
+    publish(arguments.out, "fleet", result, report, plot)
 
 
 if __name__ == "__main__":

@@ -19,8 +19,8 @@ from typing import Any
 import lm_eval
 import numpy as np
 import torch
-from lib.common import parser_of
-from lib.pages import machine, machine_text, pyplot, save, save_figure, table
+from lib.common import listed, parser_of
+from lib.pages import machine, machine_text, publish, pyplot, save_figure, table
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
@@ -141,9 +141,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--data", type=Path, required=True, help="folder with data sets")
     parser.add_argument("--shots", type=int, default=16, help="number of solved examples before each question")
     parser.add_argument("--limit", type=int, default=16, help="number of questions per task")
-    parser.add_argument(
-        "--budgets", type=float, nargs="*", default=[0.05, 0.1, 0.25], help="budgets, as shares of the prefix"
-    )
+    budgets = [0.05, 0.1, 0.25]
+    parser.add_argument("--budgets", type=listed(float), default=budgets, help="budgets, as shares of the prefix")
     return parser.parse_args(arguments)
 
 
@@ -168,8 +167,7 @@ def main(argv: list[str] | None = None) -> None:
         **{"machine": machine_info, "model": Path(arguments.model).name, "found": results},
         **{name: getattr(arguments, name) for name in ("shots", "limit", "budgets")},
     }
-    save(arguments.out, f"harness-{document['model']}", document, report(document), plot)
-    print(report(document))
+    publish(arguments.out, f"harness-{document['model']}", document, report, plot)
 
 
 if __name__ == "__main__":

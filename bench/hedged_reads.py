@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from lib.common import parser_of
-from lib.pages import machine, machine_text, save, table
+from lib.pages import machine, machine_text, publish, table
 
 from hf_tiered_cache.store import hedged
 from hf_tiered_cache.store.backends.object_store import ObjectStoreBackend
@@ -106,8 +106,7 @@ def main() -> None:
     arguments = parser.parse_args()
     on = machine(torch.device("cpu"), Path(tempfile.gettempdir()))
     document = {"machine": on, "repeats": arguments.repeats, "results": measure(arguments.repeats)}
-    save(arguments.out, "hedged-reads-cpu", document, report(document))
-    print(report(document))
+    publish(arguments.out, "hedged-reads-cpu", document, report)
 
 
 if __name__ == "__main__":

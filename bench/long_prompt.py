@@ -1,7 +1,7 @@
 """Prompts longer than memory: time, peak memory and agreement of prefill in pieces, compared with transformers.
 
     PYTHONPATH=. python bench/long_prompt.py --model eval/reference/long --tokens 32768 --host-memory 16MiB
-    PYTHONPATH=. python bench/long_prompt.py --model qwen2.5-0.5b --layers 4 --tokens 16384 65536
+    PYTHONPATH=. python bench/long_prompt.py --model qwen2.5-0.5b --layers 4 --tokens 16384,65536
 
 Each variant computes the prompt and decodes in a process of its own, which reports how far its memory rose above that
 with the loaded model. Blocks on disk do not count. "at once" is one pass with a DynamicCache, "chunked" the same with
@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from lib.common import Peak, build, forget_page_cache, load, median, parser_of, vocabulary
+from lib.common import Peak, build, forget_page_cache, listed, load, median, parser_of, vocabulary
 from lib.pages import machine, machine_text, save, table
 from transformers import DynamicCache, PreTrainedModel
 
@@ -60,7 +60,7 @@ def arguments_of(argv: list[str] | None = None) -> argparse.Namespace:
         "--model", default="eval/reference/long", help="folder of a reference model, or a shape of common.py"
     )
     parser.add_argument("--layers", type=int, default=0, help="number of layers of a shape (default: all)")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 32768], help="numbers of prompt tokens")
+    parser.add_argument("--tokens", type=listed(int), default=[8192, 32768], help="numbers of prompt tokens")
     parser.add_argument("--new-tokens", type=int, default=32, help="number of decoded tokens")
     parser.add_argument(
         "--piece", type=int, default=4096, help="number of tokens in a piece, and in transformers' chunks"

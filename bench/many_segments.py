@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from lib.common import build, forget_page_cache, median, parser_of
+from lib.common import build, forget_page_cache, listed, median, parser_of
 from lib.pages import machine, machine_text, plain_ticks, pyplot, save, table
 from tqdm.auto import tqdm
 
@@ -204,9 +204,8 @@ def draw(document: dict[str, Any], path: Path) -> None:
 def main() -> None:
     """Run the benchmark."""
     parser = parser_of(__doc__)
-    parser.add_argument(
-        "--segments", default="200,2000,20000", help="numbers of stored segments, ascending, separated by commas"
-    )
+    sizes = [200, 2000, 20000]
+    parser.add_argument("--segments", type=listed(int), default=sizes, help="numbers of stored segments, ascending")
     parser.add_argument("--share", type=int, default=20, help="segments per conversation")
     parser.add_argument("--repeats", type=int, default=5, help="number of repetitions")
     parser.add_argument("--store", default=None, help="parent folder of the store, which is removed at the end")
@@ -216,7 +215,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="bench-many-", dir=arguments.store) as folder:
         machine_info = machine(torch.device("cpu"), Path(folder))
         bench = Bench(Path(folder) / "store", arguments.repeats)
-        for segments in map(int, arguments.segments.split(",")):
+        for segments in arguments.segments:
             bench.grow(segments, segments // arguments.share)
             seconds = bench.measure()
             with KVStore(bench.folder, host_memory=0, engine="posix") as store:

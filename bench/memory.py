@@ -1,7 +1,7 @@
 """Peak memory of decoding from disk with fixed host memory, by context length.
 
     PYTHONPATH=. python bench/memory.py                      # Qwen2.5-0.5B's shape, 4 of its layers, 4k to 128k tokens
-    PYTHONPATH=. python bench/memory.py --shape tiny --layers 0 --contexts 4096 16384
+    PYTHONPATH=. python bench/memory.py --shape tiny --layers 0 --contexts 4096,16384
 
 The model has random weights and a known shape; KV and queries are synthetic (see `bench/decode.py`). A first process
 stores the context in segments of `--piece` tokens, and a second one builds the index. For each length and number of
@@ -27,9 +27,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from lib.common import SHAPES, Peak, add_size, build, forget_page_cache, parser_of
+from lib.common import SHAPES, Peak, add_size, build, forget_page_cache, listed, parser_of
 from lib.made_contexts import SUFFIX, TAG, Contexts
-from lib.pages import machine, machine_text, pyplot, save, table
+from lib.pages import machine, machine_text, publish, pyplot, table
 from tqdm.auto import tqdm
 
 from hf_tiered_cache import KVStore, TieredCache
@@ -71,13 +71,8 @@ def arguments_of(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = parser_of(__doc__)
     add_size(parser, layers=4)
-    parser.add_argument(
-        "--contexts",
-        type=int,
-        nargs="+",
-        default=[4096, 16384, 32768, 65536, 131072],
-        help="numbers of context tokens, multiples of 16",
-    )
+    contexts = [4096, 16384, 32768, 65536, 131072]
+    parser.add_argument("--contexts", type=listed(int), default=contexts, help="numbers of tokens, multiples of 16")
     parser.add_argument("--new-tokens", type=int, default=16, help="number of decoded tokens of each cache")
     parser.add_argument("--piece", type=int, default=4096, help="tokens per segment, a multiple of 16; 0 for one")
     parser.add_argument("--budget", type=float, default=0.0156, help="share of the context that is attended to")
@@ -205,8 +200,7 @@ def main() -> None:
         document["results"] = run(arguments, Path(temporary))
     document["slopes"] = slopes(document["results"])
     layers = arguments.layers or SHAPES[arguments.shape]["num_hidden_layers"]
-    save(arguments.out, f"memory-{arguments.shape}-{layers}l-cpu", document, report(document), plot)
-    print(report(document))
+    publish(arguments.out, f"memory-{arguments.shape}-{layers}l-cpu", document, report, plot)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from conversation_answers import chat, questions
 from lib.common import load, parser_of
-from lib.pages import machine, machine_text, save, table
+from lib.pages import machine, machine_text, publish, table
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
@@ -119,16 +119,9 @@ def main() -> None:
     arguments = arguments_of()
     with tempfile.TemporaryDirectory() as folder:
         machine_info, pairs = machine(CPU, Path(folder)), measure(arguments, Path(folder))
-    document = {
-        "machine": machine_info,
-        "model": arguments.name,
-        "tokens": arguments.tokens,
-        "count": arguments.count,
-        "pairs": pairs,
-    }
-    text = report(document)
-    save(arguments.out, f"pair-loss-{arguments.name}", document, text)
-    print(text)
+    document = {"machine": machine_info, "model": arguments.name, "pairs": pairs}
+    document |= {"tokens": arguments.tokens, "count": arguments.count}
+    publish(arguments.out, f"pair-loss-{arguments.name}", document, report)
 
 
 if __name__ == "__main__":

@@ -26,9 +26,9 @@ from typing import Any
 
 import torch
 from decode import System
-from lib.common import add_size, build, interleaved, median, parser_of, ratio
+from lib.common import add_size, build, interleaved, listed, median, parser_of, ratio
 from lib.made_contexts import SUFFIX, TAG, Contexts
-from lib.pages import machine, machine_text, save, table
+from lib.pages import machine, machine_text, publish, table
 
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.methods import KVDrive
@@ -40,7 +40,7 @@ def arguments_of(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = parser_of(__doc__)
     add_size(parser, layers=4)
-    parser.add_argument("--contexts", type=int, nargs="+", default=[8192, 32768], help="numbers of context tokens")
+    parser.add_argument("--contexts", type=listed(int), default=[8192, 32768], help="numbers of context tokens")
     parser.add_argument("--batch", type=int, default=4, help="number of rows, even")
     parser.add_argument("--budget", type=float, default=0.0156, help="share of the context that is attended to")
     parser.add_argument("--tokens", type=int, default=8, help="number of tokens per turn")
@@ -139,9 +139,7 @@ def main() -> None:
         for tokens in arguments.contexts:
             with tempfile.TemporaryDirectory(dir=folder) as room:
                 document["results"].append({"tokens": tokens, "seconds": measure(arguments, tokens, Path(room))})
-    markdown = report(document)
-    save(arguments.out, f"pipeline-{arguments.shape}-{arguments.layers}l-cpu", document, markdown)
-    print(markdown)
+    publish(arguments.out, f"pipeline-{arguments.shape}-{arguments.layers}l-cpu", document, report)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from lib.common import add_model_arguments, figures_of, first_token, model_of, parser_of
+from lib.common import add_model_arguments, figures_of, first_token, listed, model_of, parser_of
 from lib.pages import machine, machine_text, plain_ticks, pyplot, save, save_figure, table
 from lib.rag_load import batch, serve, tables
 from lib.slow_disk import SlowDisk, SlowDiskEngine
@@ -346,17 +346,13 @@ def main() -> None:
     """Run the benchmark."""
     parser = parser_of(__doc__)
     add_model_arguments(parser, layers=6)
+    parser.add_argument("--media", type=listed(str), default=list(MEDIA[:3]), help=f"media of {', '.join(MEDIA)}")
     parser.add_argument("--pool", type=int, default=12, help="number of different passages")
     parser.add_argument("--passages", type=int, default=10, help="number of passages in a prompt")
     parser.add_argument("--tokens", type=int, default=512, help="number of tokens in a passage")
     parser.add_argument("--requests", type=int, default=4, help="number of measured requests, after one of warm-up")
-    parser.add_argument(
-        "--media",
-        default=",".join(MEDIA[:3]),
-        help=f"media, separated by commas: {', '.join(MEDIA)}",
-    )
-    parser.add_argument("--clients", default="1,2,4", help="numbers of simultaneous clients, separated by commas")
-    parser.add_argument("--batches", default="1,2,4,8", help="batch sizes, separated by commas")
+    parser.add_argument("--clients", type=listed(int), default=[1, 2, 4], help="numbers of simultaneous clients")
+    parser.add_argument("--batches", type=listed(int), default=[1, 2, 4, 8], help="batch sizes")
     parser.add_argument("--load-requests", type=int, default=8, help="number of prompts for clients and batches")
     parser.add_argument("--device-memory", default="0", help="device memory of the stores")
     # of a prompt: tokens before and after the passages, recomputed share where it is fixed, and tokens of an answer
@@ -392,12 +388,8 @@ def main() -> None:
             save(arguments.out, name, result | {"machine": measured_on}, report(result, measured_on))
 
         bench = Bench(arguments, Path(folder))
-        bench.measure(arguments.media.split(","), note)
-        numbers = (
-            [int(number) for number in numbers_text.split(",")]
-            for numbers_text in (arguments.clients, arguments.batches)
-        )
-        bench.measure_load(*numbers, note)
+        bench.measure(arguments.media, note)
+        bench.measure_load(arguments.clients, arguments.batches, note)
     plot(result, arguments.out / f"{name}.png")
     print(report(result, measured_on))
 

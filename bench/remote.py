@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from lib.common import interleaved, listed, median, parser_of
 from lib.machines import DISK, HOST, RECOMPUTE, SUFFIX, Machine, at_once
-from lib.pages import machine, machine_text, plain_ticks, pyplot, save, save_figure, table
+from lib.pages import machine, machine_text, plain_ticks, publish, pyplot, save_figure, table
 from tqdm.auto import tqdm
 
 from hf_tiered_cache.remote.link import SLOW
@@ -375,8 +375,7 @@ def main() -> None:
             "links": bench.links,
             "results": [bench.measure(prefix) for prefix in tqdm(arguments.prefixes, desc="prefixes")],
         }
-    save(arguments.out, f"remote-{name}", document, report(document), plot)
-    print(report(document))
+    publish(arguments.out, f"remote-{name}", document, report, plot)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import torch
 from conversation_answers import chat, questions
 from decode_answers import compare
 from lib.common import load, parser_of
-from lib.pages import machine, machine_text, save, table
+from lib.pages import machine, machine_text, publish, table
 from tqdm.auto import tqdm
 from transformers import DynamicCache, PreTrainedModel
 
@@ -143,9 +143,7 @@ def main() -> None:
         machine_info = machine(CPU, Path(folder))
     count = len(next(iter(results.values()))["KL"])
     document = {"machine": machine_info, "model": arguments.model.name, "count": count, "settings": results}
-    text = report(document)
-    save(arguments.out, f"replay-margin-{arguments.model.name}", document, text)
-    print(text)
+    publish(arguments.out, f"replay-margin-{arguments.model.name}", document, report)
 
 
 if __name__ == "__main__":

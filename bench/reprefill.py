@@ -88,8 +88,8 @@ def systems(budget: float, period: int, agreeing: float | None) -> list[System]:
     """
     default, keys = contiguous(budget, period)
     return [
-        System(OURS, default, default.policy),
-        System(KEYS, keys, keys.policy),
+        System(OURS, default),
+        System(KEYS, keys),
         *impress(NotedImpress(budget=budget, emulated=agreeing)),
         System(H2O_LFU, H2O(budget=budget), "lfu"),
         System("H2O + LRU", H2O(budget=budget), "lru"),
@@ -103,7 +103,7 @@ def impress(method: NotedImpress) -> list[System]:
     names = {IMPRESS: method, f"{IMPRESS}, without reordering": replace(method, reorder=False, notes=[])}
     if method.emulated is not None:
         names[f"{IMPRESS}, probes as they are"] = replace(method, emulated=None, notes=[])
-    return [System(name, variant, variant.policy) for name, variant in names.items()]
+    return [System(name, variant) for name, variant in names.items()]
 
 
 def ablation(budget: float, period: int) -> list[System]:
@@ -112,7 +112,7 @@ def ablation(budget: float, period: int) -> list[System]:
     for name, method in zip((OURS, KEYS), contiguous(budget, period), strict=True):
         settings = {setting.name: getattr(method, setting.name) for setting in fields(method) if setting.init}
         for suffix, prefetches in WITHOUT.items():
-            ablated.append(System(f"{name}{suffix}", Ablated(**settings, prefetches=prefetches), method.policy))
+            ablated.append(System(f"{name}{suffix}", Ablated(**settings, prefetches=prefetches)))
         ablated += [System(f"{name}, {policy.upper()}", method, policy) for policy in ("lfu", "lru")]
     return ablated
 
@@ -289,13 +289,6 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="folder of a trained reference model, instead of --shape")
     parser.add_argument("--budget", type=float, default=BUDGET_OF_AIMS, help="share of the prefix that is attended to")
     parser.add_argument(
-        "--period",
-        type=int,
-        default=8,
-        help="layers per selection with the paper's settings of ContiguousKV, at most all",
-    )
-    parser.add_argument("--layers", type=int, help="number of layers of the shape (default: all)")
-    parser.add_argument(
         "--agreeing",
         type=float,
         default=PAPER_AGREEING,
@@ -303,10 +296,6 @@ def main() -> None:
     )
     parser.add_argument(
         "--ablation", action="store_true", help="measure ContiguousKV only, without one of its parts at a time"
-    )
-    parser.add_argument("--prefixes", type=int, default=8, help="number of prefixes")
-    parser.add_argument(
-        "--tokens", type=int, help=f"number of tokens in a prefix (default: 4096; with --model {CONTEXT - 16})"
     )
     add_arguments(parser)
     arguments = parser.parse_args()

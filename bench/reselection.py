@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lib.common import SHAPES, build, interleaved, load, median, parser_of, seconds
+from lib.common import SHAPES, build, interleaved, listed, load, median, parser_of, seconds
 from lib.pages import machine, machine_text, save, table
 from tqdm.auto import tqdm
 
@@ -46,10 +46,8 @@ def arguments_of(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", default="float32", help="data type of the model")
     parser.add_argument("--device", default="cpu", help="device of the model")
     parser.add_argument("--prefix", type=int, default=1024, help="number of stored tokens")
-    parser.add_argument(
-        "--budgets", type=float, nargs="+", default=[0.05, 0.1], help="budgets, as shares of the prefix"
-    )
-    parser.add_argument("--periods", type=int, nargs="+", default=[2, 8], help="numbers of layers per selection")
+    parser.add_argument("--budgets", type=listed(float), default=[0.05, 0.1], help="budgets, as shares of the prefix")
+    parser.add_argument("--periods", type=listed(int), default=[2, 8], help="numbers of layers per selection")
     parser.add_argument("--tokens", type=int, default=32, help="number of decoded tokens")
     return parser.parse_args(argv)
 

@@ -218,12 +218,12 @@ def report(figures: dict[str, Any]) -> str:
         for name, row in figures["tiers"].items()
     ]
     computing = ", ".join(f"{1e3 * seconds:.0f} ms at {share}" for share, seconds in figures["compute_s"].items())
+    model, tokens, kv_bytes = figures["model"], figures["prefix"], figures["kv_bytes"]
+    kv = f"{kv_bytes / 1e6:.1f} MB of KV ({kv_bytes // tokens / 1024:g} KiB per token)"
     return (
-        f"{figures['model']['name']}, {figures['model']['dtype_bytes']} bytes per number, a prefix of "
-        f"{figures['prefix']:,} tokens and a suffix of {figures['suffix']}: {figures['kv_bytes'] / 1e6:.1f} MB of KV "
-        f"({figures['kv_bytes'] // figures['prefix'] / 1024:g} KiB per token), {figures['flops'] / 1e12:.0f} TFLOP. "
-        f"Computing everything takes {computing} of peak. The suffix alone, after a restored prefix, takes "
-        f"{1e3 * figures['suffix_s']:.1f} ms.\n\n"
+        f"{model['name']}, {model['dtype_bytes']} bytes per number, a prefix of {tokens:,} tokens and a suffix of "
+        f"{figures['suffix']}: {kv}, {figures['flops'] / 1e12:.0f} TFLOP. Computing everything takes {computing} of "
+        f"peak. The suffix alone, after a restored prefix, takes {1e3 * figures['suffix_s']:.1f} ms.\n\n"
         + table(
             ["from", "transfer", "minimum TTFT", "reachable", "computing ÷ minimum", "pays off from (tokens)"], rows
         )

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 from lib.common import add_size, build, first_token, forget_page_cache, interleaved, median, parser_of, ratio
-from lib.pages import machine, machine_text, save, table
+from lib.pages import machine, machine_text, publish, table
 
 from hf_tiered_cache import KVStore, TieredCache
 
@@ -173,11 +173,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = parser_of(__doc__)
     add_size(parser, layers=6)
+    parser.add_argument("--folder", type=Path, help="parent folder of the store (default: a temporary one)")
     parser.add_argument("--processes", type=int, default=4, help="number of processes")
     parser.add_argument("--prompts", type=int, default=16, help="number of prompts")
     parser.add_argument("--tokens", type=int, default=2048, help="number of stored tokens per prompt")
     parser.add_argument("--repeats", type=int, default=3, help="number of turns, each with new processes")
-    parser.add_argument("--folder", type=Path, help="parent folder of the store (default: a temporary one)")
     return parser.parse_args(arguments)
 
 
@@ -196,9 +196,7 @@ def main() -> None:
             "ways": ways,
             "first_token_over_own": {way: ratio(times[way], times[OWN]) for way in ways},
         }
-    markdown = report(document)
-    save(arguments.out, f"sharing-{arguments.shape}-float32-cpu", document, markdown)
-    print(markdown)
+    publish(arguments.out, f"sharing-{arguments.shape}-float32-cpu", document, report)
 
 
 if __name__ == "__main__":

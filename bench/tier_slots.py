@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from lib.common import listed, parser_of
-from lib.pages import machine, machine_text, plain_ticks, pyplot, save, save_figure, table
+from lib.pages import machine, machine_text, plain_ticks, publish, pyplot, save_figure, table
 
 from hf_tiered_cache.store.memory import aligned_bytes
 from hf_tiered_cache.tiers.pool import Tier
@@ -119,8 +119,7 @@ def main() -> None:
     on = machine(torch.device("cpu"), Path(tempfile.gettempdir()))
     sizes = {"chunks": arguments.chunks, "fetches": arguments.fetches}
     document = {"machine": on, **sizes, "results": results}
-    save(arguments.out, "tier-slots-cpu", document, report(document), plot)
-    print(report(document))
+    publish(arguments.out, "tier-slots-cpu", document, report, plot)
 
 
 if __name__ == "__main__":

@@ -97,6 +97,19 @@ def save(
     plot(document, picture)
 
 
+def publish(
+    out: Path,
+    name: str,
+    document: dict[str, Any],
+    report: Callable[[dict[str, Any]], str],
+    plot: Callable[[dict[str, Any], Path], None] = lambda document, path: None,
+) -> None:
+    """Save results with the page that `report` makes of them, see `save`, and print the page."""
+    markdown = report(document)
+    save(out, name, document, markdown, plot)
+    print(markdown)
+
+
 def _is_replaceable(out: Path, name: str) -> bool:
     """Return whether no file has a name of results, or `save` has written them."""
     paths = [out / f"{name}{suffix}" for suffix in (".json", ".md", ".png")]

@@ -54,7 +54,8 @@ class System:
 
     name: str
     method: Method
-    policy: str
+    policy: str = ""
+    """Eviction policy; "" for the method's."""
     interval: int = 1
     """Every how many requests the system answers one; higher for slow systems."""
 
@@ -204,7 +205,7 @@ class Bench:
             host_memory=memory["host"],
             device_memory=memory["device"],
             index_memory=memory["index"],
-            policy=system.policy,
+            policy=system.policy or system.method.policy,
             engine=SlowDiskEngine(SlowDisk(self.bandwidth, LATENCY_S)) if self.bandwidth else "auto",
         )
 
@@ -332,6 +333,11 @@ def add_arguments(parser: argparse.ArgumentParser, one_disk: bool = True) -> Non
     parser.add_argument("--shape", default="qwen2.5-0.5b", help="shape of a model with random weights, see common.py")
     parser.add_argument("--dtype", default="float32", help="data type of the model")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="device of the model")
+    parser.add_argument("--layers", type=int, help="number of layers of the shape (default: all)")
+    periods = "layers per selection with the paper's settings of ContiguousKV, at most all"
+    parser.add_argument("--period", type=int, default=8, help=periods)
+    parser.add_argument("--prefixes", type=int, default=8, help="number of prefixes")
+    parser.add_argument("--tokens", type=int, help="number of tokens in a prefix")
     parser.add_argument("--suffix", type=int, default=32, help="number of random tokens in a suffix")
     parser.add_argument("--requests", type=int, default=60, help="number of measured requests")
     parser.add_argument(

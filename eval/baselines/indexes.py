@@ -101,13 +101,14 @@ class PageBoundsIndex(DecodeIndex):
     @classmethod
     def build(cls, keys: torch.Tensor, chunk_tokens: int = 16, spread: float = 1.0) -> Self:
         """Build the index, see `DecodeIndex`. A `spread` below Quest's 1 ranks between the middle and the bound."""
-        parts = []
-        for heads in head_slices(keys):
+
+        def boxes(heads: slice) -> torch.Tensor:
             chunked_keys = cut_in_chunks(keys[heads], chunk_tokens)
             upper, lower = chunked_keys.amax(2).float(), chunked_keys.amin(2).float()
             box = torch.cat([(upper + lower) / 2, (upper - lower) * (spread / 2)], -1)
-            parts.append(box.to(ranking_dtype(keys.dtype)))
-        return cls(chunk_tokens, torch.cat(parts))
+            return box.to(ranking_dtype(keys.dtype))
+
+        return cls(chunk_tokens, torch.cat([boxes(heads) for heads in head_slices(keys)]))
 
     @property
     def chunks(self) -> int:

@@ -54,11 +54,11 @@ class Progress:
     """Steps of this stage."""
     shares: dict[str, float] = field(default_factory=dict)
     """Moving averages of the share of right answer tokens in this stage, by kind."""
-    step: int = 0
-    seconds: float = 0.0
+    curve: list[dict[str, Any]] = field(default_factory=list)
     shared: list[int] = field(default_factory=list)
     """Index of the first layer with the same weights, for each layer."""
-    curve: list[dict[str, Any]] = field(default_factory=list)
+    step: int = 0
+    seconds: float = 0.0
 
 
 class Training:

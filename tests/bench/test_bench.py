@@ -133,7 +133,7 @@ def test_find_passages(tmp_path, monkeypatch):
 def test_batching(tmp_path, monkeypatch):
     import batching
 
-    options = "--shape tiny --layers 2 --requests 3 --shared 64 --private 20 --tokens 3 --rate 100 --repeats 1"
+    options = "--shape tiny --layers 2 --requests 3 --shared 64 --tokens 3 --rate 100 --repeats 1"
     monkeypatch.setattr(batching, "SETTLE_S", 0.1)
     monkeypatch.setattr(sys, "argv", ["batching.py", *options.split(), "--out", str(tmp_path)])
     batching.main()
@@ -340,7 +340,7 @@ def test_tier_slots(tmp_path, monkeypatch):
 def test_reselection(tmp_path, monkeypatch):
     import reselection
 
-    options = ["--shape", "tiny", "--prefix", "64", "--budgets", "0.5", "--periods", "1", "2", "--tokens", "1"]
+    options = ["--shape", "tiny", "--prefix", "64", "--budgets", "0.5", "--periods", "1,2", "--tokens", "1"]
     monkeypatch.setattr(sys, "argv", ["reselection.py", *options, "--out", str(tmp_path)])
     reselection.main()
     document = json.loads((tmp_path / "reselection-tiny-float32-cpu.json").read_text())
@@ -551,7 +551,7 @@ def test_long_prompt(tmp_path):
 def test_memory(tmp_path):
     import memory
 
-    options = ["--shape", "tiny", "--layers", "2", "--contexts", "512", "1024", "--piece", "256", "--budget", "0.1"]
+    options = ["--shape", "tiny", "--layers", "2", "--contexts", "512,1024", "--piece", "256", "--budget", "0.1"]
     options += ["--new-tokens", "2", "--index-memory", "4KiB", "--host-memory", "1MiB"]
     code = (  # forked, as in test_long_prompt
         f"import sys; sys.path.insert(0, {str(BENCH)!r})\n"
@@ -856,7 +856,7 @@ def test_pipeline(tmp_path, monkeypatch):
 def test_decode(tmp_path, monkeypatch):
     import decode
 
-    options = ["--shape", "tiny", "--contexts", "512", "--batches", "1", "2", "--budget", "0.1"]
+    options = ["--shape", "tiny", "--contexts", "512", "--batches", "1,2", "--budget", "0.1"]
     counts = ["--layers", "2", "--tokens", "2", "--turns", "1", "--host-share", "0", "--disk-bandwidth", "1e9"]
     monkeypatch.setattr(sys, "argv", ["decode.py", *options, *counts, "--out", str(tmp_path)])
     decode.main()
