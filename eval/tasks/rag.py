@@ -21,12 +21,17 @@ def question_text(row: dict[str, Any]) -> str:
     return f"Question: {row['question'].strip()}\nAnswer:"
 
 
+def answer_of(row: dict[str, Any]) -> tuple[str, ...]:
+    """Return the only accepted answer of a row."""
+    return (row["answer"],)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rag(Task):
     """Passages and a question.
 
     Args:
-        dataset: Name of the data set.
+        dataset: Name of the data set; "" for that of the task.
         splits: Candidate splits; the first available one is used.
         columns: Required columns.
         passages: Function from a row to its passages, as (title, text).
@@ -37,18 +42,19 @@ class Rag(Task):
 
     metric: str = "qa_f1"
     max_new_tokens: int = 32
-    dataset: str
+    dataset: str = ""
     splits: tuple[str, ...] = ("validation",)
     columns: tuple[str, ...]
     passages: Callable[[dict[str, Any]], list[tuple[str, str]]]
     question: Callable[[dict[str, Any]], str] = question_text
-    answers: Callable[[dict[str, Any]], tuple[str, ...]]
+    answers: Callable[[dict[str, Any]], tuple[str, ...]] = answer_of
     instruction: str = ASK
     keeps_passages: bool = True
 
     def examples(self, draw: Draw) -> Iterator[Example]:
-        split = next((s for s in self.splits if draw.data.has(self.dataset, s)), self.splits[0])
-        rows = draw.data.rows(self.dataset, split, self.columns)
+        dataset = self.dataset or self.name
+        split = next((s for s in self.splits if draw.data.has(dataset, s)), self.splits[0])
+        rows = draw.data.rows(dataset, split, self.columns)
         for index in draw.indices(len(rows)):
             row = rows[index]
             texts = (passage_text(title, text) for title, text in self.passages(row))
@@ -106,7 +112,6 @@ RAG: tuple[Task, ...] = (
     Rag(
         name="musique",
         about="multi-hop questions, 20 passages (Trivedi et al. 2022; CacheTune)",
-        dataset="musique",
         splits=("validation", "train"),
         columns=("paragraphs", "question", "answer", "answer_aliases"),
         passages=lambda row: [(p["title"], p["paragraph_text"]) for p in row["paragraphs"]],
@@ -128,15 +133,12 @@ RAG: tuple[Task, ...] = (
         splits=("validation_lciteeval",),
         columns=("docs", "question", "answer"),
         passages=lambda row: [("", p["text"]) for p in row["docs"]],
-        answers=lambda row: (row["answer"],),
     ),
     Rag(
         name="hotpotqa",
         about="two-hop questions, 10 passages (Yang et al. 2018, distractor setting; CacheTune)",
-        dataset="hotpotqa",
         columns=("context", "question", "answer"),
         passages=with_sentences,
-        answers=lambda row: (row["answer"],),
     ),
     Rag(
         name="multi_news",
