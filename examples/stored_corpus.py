@@ -197,36 +197,37 @@ def made_corpus(language: bool, documents: int = 100, words: int = 16) -> tuple[
     book = BOOK.read_text(encoding="utf-8").split()
     texts, questions, open_facts = list[str](), list[Question](), dict[Any, tuple[int, str, str]]()
 
-    def write(statement: str, at: int) -> int:
+    def write(statement: str, at: int, **names: str) -> int:
         start = len(texts) * words
         text = [book[i % len(book)] for i in range(start, start + words)]
-        text.insert(at, statement)
+        text.insert(at, statement.format(**names))
         for aside in say.asides():
             text.insert(draw.randrange(1, words), aside)
         texts.append(say.begins + " ".join(text))
         return len(texts) - 1
 
     for kind, *index in units:
-        key, answer = say.key(), say.answer()
+        key, answer, needs = say.key(), say.answer(), tuple[int, ...]()
         at = draw.randrange(words // 4, words)
         if kind == "fact":
-            questions.append(Question(say.question(key), answer, (write(say.fact(key, answer), at),), kind))
+            needs = (write(say.fact, at, key=key, answer=answer),)
         elif kind == "alias":
-            needs = write(say.names(key), words), write(say.of_the_named(answer), words // 4)
-            questions.append(Question(say.question(key), answer, needs, kind))
+            needs = write(say.names, words, key=key), write(say.of_the_named, words // 4, answer=answer)
         elif index[0] in open_facts:
             first, first_key, answer = open_facts[index[0]]
-            needs = first, write(say.same(key, first_key), at)
-            questions.append(Question(say.question(key), answer, needs, kind))
+            needs = first, write(say.same, at, key=key, other=first_key)
         else:
-            open_facts[index[0]] = write(say.fact(key, answer), at), key, answer
+            open_facts[index[0]] = write(say.fact, at, key=key, answer=answer), key, answer
+        if needs:
+            questions.append(Question(say.question.format(key=key), answer, needs, kind))
     return texts, questions
 
 
 class _Language:
     """Statements and questions in the language of the reference models."""
 
-    begins = "<doc>"
+    begins, fact, same = "<doc>", "<is>{key}{answer}", "<copy>{key}{other}"
+    names, of_the_named, question = "<name>{key}", "<it>{answer}", "<q>{key}"
 
     def __init__(self, draw: random.Random) -> None:
         self._keys = draw.sample(range(96), 96)
@@ -240,21 +241,6 @@ class _Language:
         self._said += 1
         return f"<a{self._said % 64}><b{self._values[self._said % 64]}>"
 
-    def fact(self, key: str, answer: str) -> str:
-        return f"<is>{key}{answer}"
-
-    def names(self, key: str) -> str:
-        return f"<name>{key}"
-
-    def of_the_named(self, answer: str) -> str:
-        return f"<it>{answer}"
-
-    def same(self, key: str, other_key: str) -> str:
-        return f"<copy>{key}{other_key}"
-
-    def question(self, key: str) -> str:
-        return f"<q>{key}"
-
     def asides(self) -> list[str]:
         kinds = [self._draw.randrange(3) for _ in range(2)]
         words = [[self._draw.randrange(8) for _ in range(2)] for _ in kinds]
@@ -264,7 +250,9 @@ class _Language:
 class _English:
     """Statements and questions in English."""
 
-    begins = ""
+    begins, fact, same = "", "The pass word of {key} is {answer}.", "The pass word of {key} is that of {other}."
+    names, of_the_named = "The next document is about {key}.", "The pass word of this house is {answer}."
+    question = "What is the pass word of {key}?"
 
     def __init__(self, draw: random.Random) -> None:
         self._houses = draw.sample(range(100, 1000), 400)
@@ -275,21 +263,6 @@ class _English:
 
     def answer(self) -> str:
         return str(self._passwords.pop())
-
-    def fact(self, key: str, answer: str) -> str:
-        return f"The pass word of {key} is {answer}."
-
-    def names(self, key: str) -> str:
-        return f"The next document is about {key}."
-
-    def of_the_named(self, answer: str) -> str:
-        return f"The pass word of this house is {answer}."
-
-    def same(self, key: str, other_key: str) -> str:
-        return f"The pass word of {key} is that of {other_key}."
-
-    def question(self, key: str) -> str:
-        return f"What is the pass word of {key}?"
 
     def asides(self) -> list[str]:
         return []
