@@ -60,14 +60,15 @@ def _address(text: str) -> str:
     return text
 
 
+_SIZE = _size, "a size, such as 10GiB"
 SETTINGS: Mapping[str, tuple[Callable[[Any], Any], str]] = {
-    "device_memory": (_size, "a size, such as 10GiB"),
-    "host_memory": (_size, "a size, such as 10GiB"),
-    "index_memory": (_size, "a size, such as 256MiB"),
+    "device_memory": _SIZE,
+    "host_memory": _SIZE,
+    "index_memory": _SIZE,
     "disk_quota": (_optional(_size), "a size, such as 100GiB, or none"),
-    "free_space_floor": (_size, "a size, such as 256MiB"),
-    "queue_memory": (_size, "a size, such as 2GiB"),
-    "queue_device_memory": (_size, "a size, such as 1GiB"),
+    "free_space_floor": _SIZE,
+    "queue_memory": _SIZE,
+    "queue_device_memory": _SIZE,
     "engine": (str, "the name of an I/O engine"),
     "policy": (str, "the name of an eviction policy"),
     "codec": (str, "the name of a codec"),

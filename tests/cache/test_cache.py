@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from families import build, build_class, prompt
+from reference import GREEDY, plain
 from transformers import (
     DynamicCache,
     GPT2Config,
@@ -37,16 +38,10 @@ from hf_tiered_cache import (
 from hf_tiered_cache.layers import DenseSource, sources_for
 from hf_tiered_cache.restore.rows import PlanContext
 
-GREEDY = {"do_sample": False, "max_new_tokens": 6}
-
 
 @pytest.fixture(scope="module", params=["llama", "qwen2_sliding", "gemma3"])
 def model(request):
     return build(request.param)
-
-
-def plain(model, ids, **arguments):
-    return model.generate(ids, **GREEDY | arguments)
 
 
 # --- forks

@@ -7,22 +7,17 @@ import copy
 import pytest
 import torch
 from families import build, longrope, prompt
+from reference import GREEDY, plain
 from thorough import pairs
 
 from hf_tiered_cache import CacheMismatchError, KVStore, TieredCache, reasons
 from hf_tiered_cache.methods import ContiguousKV
 from hf_tiered_cache.patches.layers import PREFILL_CONTINUES_CACHE
 
-GREEDY = {"do_sample": False, "max_new_tokens": 6}
-
 
 @pytest.fixture(scope="module", params=["llama", "gemma3", "qwen2_sliding"])
 def model(request):
     return build(request.param)
-
-
-def plain(model, ids, **more):
-    return model.generate(ids, **GREEDY | more)
 
 
 def test_one_token_said_otherwise_costs_that_token(model, store):

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+GREEDY = {"do_sample": False, "max_new_tokens": 6}
 KV = list[tuple[torch.Tensor, torch.Tensor]]
 """Keys and values of a whole prompt by layer, `[1, heads, tokens, dim]`, rotated as in the model."""
 
@@ -33,6 +34,11 @@ class Remembering(DynamicCache):
         return [
             tuple(torch.cat([step[part] for step in self.seen[i]], dim=2) for part in (0, 1)) for i in sorted(self.seen)
         ]
+
+
+def plain(model: PreTrainedModel, ids: torch.Tensor, **changes: Any) -> torch.Tensor:
+    """Return prompts and answers that transformers generates with `GREEDY` and other options."""
+    return model.generate(ids, **GREEDY | changes)
 
 
 @torch.no_grad()
