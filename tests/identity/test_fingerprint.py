@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from contextlib import ExitStack
 from functools import partial
 
@@ -21,7 +23,7 @@ from transformers import (
     WhisperForCausalLM,
 )
 
-from hf_tiered_cache import KVStore, TieredCache, UnsupportedModelError
+from hf_tiered_cache import KVStore, TieredCache, UnsupportedModelError, detach
 from hf_tiered_cache.identity import Fingerprinter, differing_facts, fingerprint, rope_regime
 from hf_tiered_cache.identity import model as inspected
 from hf_tiered_cache.patches.layers import dropping
@@ -44,6 +46,23 @@ def restored(model, store, ids=None):
 
 def fill(model, store):
     store.precompute(model, prompt(70), progress=False)
+
+
+@pytest.mark.parametrize("ends", [lambda model, store: fill(model, store), lambda model, store: detach(model)])
+def test_memory_of_replaced_weights_is_freed(ends, tmp_path):
+    """As by `model.to()`: at the next request, or when the model is detached."""
+    model = build("llama")
+    weight = model.model.layers[0].mlp.up_proj.weight
+    array = weight.detach().numpy().copy()
+    weight.data, memory = torch.from_numpy(array), weakref.ref(array)
+    del array
+    with KVStore(tmp_path) as store:
+        fill(model, store)
+        weight.data = weight.data.clone()
+        store.flush()
+        ends(model, store)
+        gc.collect()
+        assert memory() is None
 
 
 CHANGES = {
