@@ -18,7 +18,7 @@ import numpy as np
 
 from ..errors import ConfigError, check_switches, with_type
 from ..restore.plan import Plan
-from ..restore.rows import PlanContext, Positions
+from ..restore.rows import PlanContext, Positions, row_by_row
 from ..selection.prompt import PREFETCHED
 from ..selection.selectors import Selector
 from ..store import EXACT
@@ -76,8 +76,9 @@ class Method(ABC):
     def positions_to_compute(self, context: PlanContext) -> tuple[Positions, ...]:
         """Return the padded positions that each layer computes; the others are restored.
 
-        The number of positions never grows from layer to layer. Each layer computes the last `context.must_compute`
-        positions and all positions from `context.restorable` on. `context.suffix_positions()` are these alone.
+        The number of positions never grows from layer to layer. Each layer computes at least `context.missing`:
+        the last `context.must_compute` positions, and those that cannot be restored. `context.suffix_positions()` is
+        the plan of prefix reuse.
         """
 
     def plan(self, context: PlanContext) -> Plan:
@@ -85,9 +86,12 @@ class Method(ABC):
         member = "positions_to_compute"
         positions = self._arrays(member, self.positions_to_compute(context), context.layers, "layers")
         try:
-            return Plan(context.base, context.num_positions, positions, context.groups)
+            plan = Plan(context.base, context.num_positions, positions, context.groups)
+            if not all(np.isin(missing, row).all() for missing, row in row_by_row(context.missing, plan.computed[-1])):
+                raise ValueError(f"layer {context.layers - 1} does not compute all positions that cannot be restored")
         except ValueError as error:
             raise ConfigError(f"{type(self).__name__}.{member} is wrong: {error}") from error
+        return plan
 
     def _arrays(self, member: str, answer: Any, count: int, owners: str) -> tuple[np.ndarray, ...]:
         """Return the integer arrays that a member of a plug-in returned, one for each of its `count` owners."""
