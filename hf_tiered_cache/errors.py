@@ -86,12 +86,12 @@ class ConversationInUseError(StoreError):
     """Conversation in use by another process, or by a newer cache of this process. No data is lost."""
 
     def __init__(self, conversation: str, pid: int | None, since: float | None) -> None:
-        who = "another process" if pid is None else f"process {pid}"
-        do = "suspend it there, or end that process"
+        owner = "another process" if pid is None else f"process {pid}"
+        advice = "suspend it there, or end that process"
         if pid == os.getpid():
-            who, do = "a newer cache of this process", "continue with that cache, or call its suspend()"
+            owner, advice = "a newer cache of this process", "continue with that cache, or call its suspend()"
         when = "" if since is None else time.strftime(" since %Y-%m-%d %H:%M:%S", time.localtime(since))
-        super().__init__(f"the conversation {conversation!r} is in use by {who}{when}; {do}, and try again")
+        super().__init__(f"the conversation {conversation!r} is in use by {owner}{when}; {advice}, and try again")
         self.conversation, self.pid, self.since = conversation, pid, since
 
 

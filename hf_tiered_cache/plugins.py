@@ -48,8 +48,8 @@ class Registry(Mapping[str, Part], Generic[Part]):
         if fault := self._fault(name, part):
             raise ConfigError(f"the {self._kind} {name} cannot be registered: {fault}")
         if self._parts.get(name, part) is not part and name not in self._loaded:
-            taken = ", ".join(self._parts)
-            raise ConfigError(f"a {self._kind} with the name {name!r} already exists; choose another one than {taken}")
+            names = ", ".join(self._parts)
+            raise ConfigError(f"a {self._kind} with the name {name!r} already exists; choose another one than {names}")
         self._parts[name] = part
         self._loaded.discard(name)
 

@@ -209,9 +209,9 @@ class _Wrapper(Replacement):
         if name != self.cache_argument and isinstance(cache, ServedCache):
             kwargs[self.cache_argument] = kwargs.pop(name)
         elif cache is None:
-            for other in CACHE_ARGUMENTS:
-                if other != self.cache_argument:
-                    kwargs.pop(other, None)
+            for argument in CACHE_ARGUMENTS:
+                if argument != self.cache_argument:
+                    kwargs.pop(argument, None)
         return cache
 
 

@@ -92,15 +92,15 @@ class RotaryTable:
         latest = on(positions.device, pass_positions.max()).view(1)
         tables: list[torch.Tensor] = []
         first = 0
-        for some in positions.split(_POSITIONS_AT_ONCE):
-            position_ids = torch.cat([some, latest]).expand(*pass_positions.shape[:-2], 1, -1)
+        for part_positions in positions.split(_POSITIONS_AT_ONCE):
+            position_ids = torch.cat([part_positions, latest]).expand(*pass_positions.shape[:-2], 1, -1)
             parts = [part[:, :-1] for part in self.call.repeat(position_ids=position_ids)]
-            if len(some) == len(positions):
+            if len(part_positions) == len(positions):
                 return parts[0], parts[1]
             tables = tables or [part.new_empty(part.shape[0], len(positions), part.shape[2]) for part in parts]
             for table, part in zip(tables, parts, strict=True):
-                table[:, first : first + len(some)] = part
-            first += len(some)
+                table[:, first : first + len(part_positions)] = part
+            first += len(part_positions)
         return tables[0], tables[1]
 
     def has_positions(self, numbers: torch.Tensor) -> bool:
@@ -160,11 +160,11 @@ class TableCache:
 
     def is_by_halves(self, call: RotaryCall, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
         """Return whether a function's rotation of keys on the CPU equals `rotate_halves_`, bit for bit; asked once."""
-        others = list(call.settings().values())
+        extras = list(call.settings().values())
         is_too_short = cos.shape[1] < _SAMPLED  # for a reliable answer
-        if is_too_short or keys.device.type != "cpu" or any(isinstance(value, torch.Tensor) for value in others):
+        if is_too_short or keys.device.type != "cpu" or any(isinstance(value, torch.Tensor) for value in extras):
             return False
-        key = call.function, keys.shape[1], keys.shape[3], keys.dtype, cos.shape[2], cos.dtype, repr(others)
+        key = call.function, keys.shape[1], keys.shape[3], keys.dtype, cos.shape[2], cos.dtype, repr(extras)
         if key not in self._by_halves:
             self._by_halves[key] = call.is_by_halves(keys, cos, sin)
         return self._by_halves[key]
@@ -228,13 +228,13 @@ class RotaryCall(Call):
 
     def rotates_like(self, other: RotaryCall) -> bool:
         """Return whether both calls have the same function, tables and settings."""
-        settings, others = self.settings(), other.settings()
+        settings, other_settings = self.settings(), other.settings()
         return (
             self.function is other.function
             and self.table is other.table
-            and settings.keys() == others.keys()
+            and settings.keys() == other_settings.keys()
             and all(
-                value is others[name] or (not isinstance(value, torch.Tensor) and value == others[name])
+                value is other_settings[name] or (not isinstance(value, torch.Tensor) and value == other_settings[name])
                 for name, value in settings.items()
             )
         )

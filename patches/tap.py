@@ -191,8 +191,8 @@ class RotaryTap:
         if self.numbers is not None and table not in self._compared:
             self._compared.append(table)
             positions: torch.Tensor = table.call["position_ids"]
-            given, writes = self._given
-            is_passed_on = positions is given and writes is not None and writes == writes_to(given)
+            given_positions, writes = self._given
+            is_passed_on = positions is given_positions and writes is not None and writes == writes_to(given_positions)
             if not is_passed_on and (positions.device.type == "cpu" or key not in results):
                 results[key] = results.get(key, False) or not table.has_positions(self.numbers())
         return results.get(key, False)
@@ -200,10 +200,10 @@ class RotaryTap:
     def _begins_with(self, layer: int, keys: torch.Tensor, rotated: torch.Tensor) -> bool:
         if keys.shape[:-1] != rotated.shape[:-1] or keys.shape[-1] <= rotated.shape[-1]:
             return False
-        known, case = self.table_cache.partial, (layer, keys.shape[-1], rotated.shape[-1])
-        if case not in known and torch.equal(keys[:, :, -1:, : rotated.shape[-1]], rotated[:, :, -1:]):
-            known.add(case)
-        return case in known
+        known_cases, case = self.table_cache.partial, (layer, keys.shape[-1], rotated.shape[-1])
+        if case not in known_cases and torch.equal(keys[:, :, -1:, : rotated.shape[-1]], rotated[:, :, -1:]):
+            known_cases.add(case)
+        return case in known_cases
 
     def _table_with(self, layer: int, cos: torch.Tensor, sin: torch.Tensor) -> RotaryTable | None:
         """Return the observed table with the cos and sin that a rotation got, or None if no module made these values.
@@ -217,14 +217,14 @@ class RotaryTap:
         for table in self.tables:
             if table.cos is cos and table.sin is sin:
                 return table
-        known, case = self.table_cache.copied, (layer, cos.shape[-1])
-        if (place := known.get(case, len(self.tables))) < len(self.tables):
+        known_places, case = self.table_cache.copied, (layer, cos.shape[-1])
+        if (place := known_places.get(case, len(self.tables))) < len(self.tables):
             return self.tables[place]
         places = [
             at for at, table in enumerate(self.tables) if same_values(table.cos, cos) and same_values(table.sin, sin)
         ]
         if len(places) == 1:  # at position 0 all tables are equal
-            known[case] = places[0]
+            known_places[case] = places[0]
         return self.tables[places[0]] if places else None
 
 

@@ -273,17 +273,17 @@ class Pages:
         """Return how many leading tokens are in pages of some group that the engine may give to further requests."""
         return max(len(group.match_prefix_blocks(tokens)) * int(group.tokens_per_page) for group in self._groups)
 
-    def has_room(self, tokens: int, held: int) -> bool:
-        """Return whether unused pages suffice for `tokens` tokens, of which shared pages hold the first `held`."""
+    def has_room(self, tokens: int, num_held: int) -> bool:
+        """Return whether unused pages suffice for `tokens` tokens, of which shared pages hold the first `num_held`."""
         pool, sectors = self.cache.pool, 0
         for group in self._groups:
             unused = pool.count_free_blocks(group.index) + len(group.ledger.cached_blocks)
-            missing = group.needs_new_blocks("", 0, tokens) - held // group.tokens_per_page - unused
+            missing = group.needs_new_blocks("", 0, tokens) - num_held // group.tokens_per_page - unused
             sectors += max(0, -(-missing // group.blocks_per_sector))
         return bool(sectors <= pool.num_free_sectors)
 
-    def allocate(self, state: Any, held: int, stop: int) -> bool:
-        """Allocate pages for a waiting request's tokens from `held` to `stop`, and return whether there were enough."""
+    def allocate(self, state: Any, num_held: int, stop: int) -> bool:
+        """Allocate pages for a waiting request's tokens from `num_held` to `stop`; return whether they sufficed."""
         count, allocate = stop - state.current_len(), self.cache.can_store_request_tokens
         return bool(allocate(state, count) or (self.cache.evict_cached_blocks() and allocate(state, count)))
 
@@ -322,12 +322,12 @@ class OlderPages(Pages):
                 return start
         return len(tokens) // size * size
 
-    def has_room(self, tokens: int, held: int) -> bool:
-        held_blocks, blocks = held // self.cache.block_size, -(-tokens // self.cache.block_size)
+    def has_room(self, tokens: int, num_held: int) -> bool:
+        held_blocks, blocks = num_held // self.cache.block_size, -(-tokens // self.cache.block_size)
         return bool(self.cache.will_allocation_be_successful(blocks - held_blocks, held_blocks))
 
-    def allocate(self, state: Any, held: int, stop: int) -> bool:
-        held_blocks, blocks = held // self.cache.block_size, -(-stop // self.cache.block_size)
+    def allocate(self, state: Any, num_held: int, stop: int) -> bool:
+        held_blocks, blocks = num_held // self.cache.block_size, -(-stop // self.cache.block_size)
         allocated = self.cache.allocate_blocks(blocks - held_blocks, state.request_id, held_blocks)
         if allocated is not None and stop % self.cache.block_size:
             state.allocated_blocks += 1  # the scheduler counts complete pages only
@@ -394,5 +394,5 @@ def missing_members(manager: Any, processor: Any) -> list[str]:
         f"{name}.{member.replace('|', ' or ')}"
         for name, members in _MEMBERS.items()
         for member in members
-        if not any(hasattr(owners.get(name, getattr(processor, name, None)), known) for known in member.split("|"))
+        if not any(hasattr(owners.get(name, getattr(processor, name, None)), alias) for alias in member.split("|"))
     ]

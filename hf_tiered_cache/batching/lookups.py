@@ -83,9 +83,9 @@ class Lookups:
     def release(self, request: BatchedRequest) -> None:
         """Release the restored KV of a request."""
         with self._room:
-            restored, request.restored = request.restored, None
-            if restored is not None:
-                self._restored_bytes -= restored.nbytes
+            restored_kv, request.restored = request.restored, None
+            if restored_kv is not None:
+                self._restored_bytes -= restored_kv.nbytes
                 self._room.notify_all()
 
     def close(self, requests: Iterable[BatchedRequest]) -> None:
@@ -98,10 +98,10 @@ class Lookups:
         wait([request.lookup for request in requests if request.lookup is not None], PATIENCE_SECONDS)
 
     def _look_up(self, request: BatchedRequest, restores: bool) -> None:
-        restored: Restored | None = None
+        restored_kv: Restored | None = None
         reason = ""
         try:
-            restored, reason = self._restore(request, restores)
+            restored_kv, reason = self._restore(request, restores)
         except (TieredCacheError, OSError) as error:
             reason = reasons.DAMAGED
             self._storage.disk.warn("lookup", f"prompts of continuous batching are computed without the store: {error}")
@@ -110,8 +110,8 @@ class Lookups:
             logger.exception("a prompt of continuous batching is computed, because its lookup has failed")
         request.note_reason(reason)
         with self._room:
-            request.restored = restored
-            self._restored_bytes += 0 if restored is None else restored.nbytes
+            request.restored = restored_kv
+            self._restored_bytes += 0 if restored_kv is None else restored_kv.nbytes
 
     def _restore(self, request: BatchedRequest, restores: bool) -> tuple[Restored | None, str]:
         """Look a request up. Return the KV that the store holds after what the pages hold, and why there is none."""

@@ -81,23 +81,23 @@ class GraphKV:
 
         Raises ValueError if the layer was copied with another layout before.
         """
-        kept = self._layers.get(layer)
-        if kept is None:
+        copies = self._layers.get(layer)
+        if copies is None:
             keys, values = (
                 tensor.new_zeros(*tensor.shape[:2], self._tokens, tensor.shape[3])
                 for tensor in (captured.keys, captured.values)
             )
-            kept = self._layers[layer] = CapturedLayer(captured.kind, keys, values)
-        if kept.kind != captured.kind:
+            copies = self._layers[layer] = CapturedLayer(captured.kind, keys, values)
+        if copies.kind != captured.kind:
             raise ValueError(f"the layout of layer {layer} changes from pass to pass")
-        for target, tensor in ((kept.keys, captured.keys), (kept.values, captured.values)):
+        for target, tensor in ((copies.keys, captured.keys), (copies.values, captured.values)):
             target[:, :, : tensor.shape[2]].copy_(tensor)
 
     def layers(self, count: int) -> dict[int, CapturedLayer]:
         """Return copies of the first `count` tokens."""
         return {
-            layer: CapturedLayer(kept.kind, kept.keys[:, :, :count].clone(), kept.values[:, :, :count].clone())
-            for layer, kept in self._layers.items()
+            layer: CapturedLayer(copies.kind, copies.keys[:, :, :count].clone(), copies.values[:, :, :count].clone())
+            for layer, copies in self._layers.items()
         }
 
 
@@ -145,15 +145,15 @@ class Piece:
 
 def split(pieces: Iterable[Piece], count: int) -> tuple[list[Piece], list[Piece]]:
     """Return the pieces of the first `count` tokens, and those of the other tokens."""
-    first, rest = list[Piece](), list[Piece]()
+    first, remaining_pieces = list[Piece](), list[Piece]()
     for piece in pieces:
-        taken = min(count, piece.count)
-        if taken:
-            first.append(replace(piece, count=taken))
-        if taken < piece.count:
-            rest.append(replace(piece, row=piece.row + taken, count=piece.count - taken))
-        count -= taken
-    return first, rest
+        num_taken = min(count, piece.count)
+        if num_taken:
+            first.append(replace(piece, count=num_taken))
+        if num_taken < piece.count:
+            remaining_pieces.append(replace(piece, row=piece.row + num_taken, count=piece.count - num_taken))
+        count -= num_taken
+    return first, remaining_pieces
 
 
 class PassJoiner:

@@ -192,18 +192,18 @@ class BatchedRequest:
             return
         if count <= 0:
             return
-        pieces, rest = split(self._pieces, count)
+        pieces, remaining_pieces = split(self._pieces, count)
         if any(piece.source.fingerprint != sequence.identity.fingerprint for piece in pieces):
             self.stop_recording()
             return
         recorder = sequence.recorder
         recorder.shared_segments = table
-        held = recorder.history.num_positions
-        if held < first:
-            recorder.end(np.array([tokens[held:first]], np.int64), 0)
+        num_held = recorder.history.num_positions
+        if num_held < first:
+            recorder.end(np.array([tokens[num_held:first]], np.int64), 0)
         recorder.begin(first)
         for layer, (kind, keys, values) in gather(pieces).items():
             recorder.capture(layer, kind, keys, values)
         recorder.end(np.array([tokens[first : first + count]], np.int64), count)
         recorder.seal(wait=False)
-        self._pieces, self._first = rest, first + count
+        self._pieces, self._first = remaining_pieces, first + count

@@ -223,11 +223,11 @@ class PagedTiers(Listener):
         self._passed = None
         with self._attachment.batched_pass():
             run()
-        passed, self._passed = self._passed, None
+        last_pass, self._passed = self._passed, None
         packed = None
-        if passed is not None and fingerprint is not None:
+        if last_pass is not None and fingerprint is not None:
             with self._engine.on_stream():
-                layers = passed.layers(sum(row.num_tokens for row in rows))
+                layers = last_pass.layers(sum(row.num_tokens for row in rows))
                 layers = without_biases(layers, self._attachment.tables_of(fingerprint, self._method.lossless))
             if len(layers) == self._attachment.depth:
                 packed = PackedKV(fingerprint, layers)
@@ -328,17 +328,17 @@ class PagedTiers(Listener):
         Unless it `waits` for its restore, only its computed KV is recorded.
         """
         prompt, are_shared = request.prompt, self._engine.pages.are_shared
-        held = self._engine.pages.held(prompt) if are_shared else 0
-        follows = are_shared and (follows or held > request.held)
-        request.held = held
+        num_held = self._engine.pages.held(prompt) if are_shared else 0
+        follows = are_shared and (follows or num_held > request.held)
+        request.held = num_held
         if waits and (self._lookups.are_hung or time.monotonic() > request.deadline):
             request.note_reason(reasons.SLOW_LOOKUP)
             waits = False
         waits = waits and self._options.restore
-        if not waits or len(prompt) - 1 - held < HASH_TOKENS:
+        if not waits or len(prompt) - 1 - num_held < HASH_TOKENS:
             request.decided = True
         elif follows:
-            key = torch.tensor(prompt[: held + HASH_TOKENS]).numpy().tobytes()
+            key = torch.tensor(prompt[: num_held + HASH_TOKENS]).numpy().tobytes()
             leader = self._leaders.get(key)
             if leader is not None and not leader.decided:
                 request.leader = leader
@@ -352,34 +352,34 @@ class PagedTiers(Listener):
         if not self._closed:
             self._engine.wake()
 
-    def _has_room(self, request: BatchedRequest, held: int) -> bool:
-        """Return whether there are pages for the whole prompt, of which its pages hold the first `held` tokens."""
-        return self._engine.pages.has_room(len(request.prompt) + 1, held)
+    def _has_room(self, request: BatchedRequest, num_held: int) -> bool:
+        """Return whether there are pages for the whole prompt, of which its pages hold the first `num_held` tokens."""
+        return self._engine.pages.has_room(len(request.prompt) + 1, num_held)
 
-    def _place(self, request: BatchedRequest, restored: Restored, held: int) -> int:
-        """Write restored KV from token `held` on into pages, and return the number of tokens that they hold.
+    def _place(self, request: BatchedRequest, restored_kv: Restored, num_held: int) -> int:
+        """Write restored KV from token `num_held` on into pages, and return the number of tokens that they hold.
 
         It must have been computed by the model of the next pass, and continue what the pages hold.
         """
         sequence = request.executor.sequence
         if sequence is None or sequence.identity.fingerprint != self._fingerprint:
             request.note_reason(reasons.ENGINE_CHANGED)
-            return held
-        engine, pages, state, stop = self._engine, self._engine.pages, request.state, restored.stop
-        continues = restored.first <= held < stop and self._has_room(request, held)
-        if not continues or not pages.allocate(state, held, stop):
-            return held
+            return num_held
+        engine, pages, state, stop = self._engine, self._engine.pages, request.state, restored_kv.stop
+        continues = restored_kv.first <= num_held < stop and self._has_room(request, num_held)
+        if not continues or not pages.allocate(state, num_held, stop):
+            return num_held
         try:
-            engine.write(request.id, stop, restored.since(held))
+            engine.write(request.id, stop, restored_kv.since(num_held))
         except Exception as error:
             self._storage.disk.warn("pages", f"restored KV could not be written into pages: {error!r}")
             request.note_reason(reasons.NOT_WRITTEN)
-            if not held:
+            if not num_held:
                 pages.cache.free_blocks(request.id)
-            return held
-        pages.complete(state, stop - held)
+            return num_held
+        pages.complete(state, stop - num_held)
         request.placed = True
-        request.executor.collector.add(tokens_restored=stop - held, tokens_attended=stop - held)
+        request.executor.collector.add(tokens_restored=stop - num_held, tokens_attended=stop - num_held)
         return stop
 
 

@@ -279,13 +279,13 @@ class CacheState:
 
     # --- reporting
 
-    def _run_plain(self, reason: str, rest: torch.Tensor | None = None) -> None:
-        """Run later passes without the store. `rest` are cached tokens that the history lacks, int `[rows, n]`."""
+    def _run_plain(self, reason: str, suffix_ids: torch.Tensor | None = None) -> None:
+        """Run later passes without the store. Append cached tokens, `suffix_ids`, int `[rows, n]`, to the history."""
         self.bypass = reason
         if (ended := self.sequence) is not None:
             self.history, self.sequence, self.ended = ended.history.fork(), None, ended
-            if rest is not None:
-                self.history.append(rest)
+            if suffix_ids is not None:
+                self.history.append(suffix_ids)
             with suppress(StoreClosedError):  # the request itself continues
                 ended.recorder.seal()
 

@@ -290,7 +290,7 @@ def _by_tier(tokens: int, measured: dict[int, dict[str, float]]) -> dict[str, fl
     for length, costs in measured.items():
         for tier, cost in costs.items():
             values.setdefault(tier, {})[length] = cost
-    return {tier: _restoring(tokens, known) for tier, known in values.items()}
+    return {tier: _restoring(tokens, tier_costs) for tier, tier_costs in values.items()}
 
 
 def _restoring(tokens: int, measured: dict[int, float]) -> float:

@@ -96,10 +96,10 @@ class CapturedKV:
             return
         for tensors in self._tensors():
             order: torch.Tensor | None = None
-            later = list(self._reordered)
+            reordered_layers = list(self._reordered)
             for index in range(len(tensors) - 1, -1, -1):
-                while later and later[-1][0] > index:
-                    rows = later.pop()[1]
+                while reordered_layers and reordered_layers[-1][0] > index:
+                    rows = reordered_layers.pop()[1]
                     order = rows if order is None else rows[order.to(rows.device)]
                 if order is not None:
                     tensors[index] = tensors[index].index_select(0, order.to(tensors[index].device))

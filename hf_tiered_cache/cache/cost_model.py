@@ -143,16 +143,16 @@ def fastest_plan(
     else:
         partial_schedules = [plan_recompute_lengths(plan, np.array([ratio]), steepness[0])]
     schedules = np.concatenate([*partial_schedules, plan_recompute_lengths(plan, np.ones(1))])
-    chosen, computes_all = 0, len(schedules) - 1
+    best, computes_all = 0, len(schedules) - 1
     if costs is not None and compares:
         seconds = streams_of(minimum, costs, units).seconds(np.maximum(schedules, required))
         if recompute == "auto":
-            chosen = fastest(seconds, decline)
+            best = fastest(seconds, decline)
         elif seconds[computes_all] < seconds[0]:
-            chosen = computes_all
-        if chosen == computes_all:
+            best = computes_all
+        if best == computes_all:
             return None
-    lengths = schedules[chosen]
+    lengths = schedules[best]
     if has_unstored:
         lengths = np.minimum(lengths, _read_until(minimum, units))
     return recomputing(plan, np.maximum(lengths, required))

@@ -283,7 +283,7 @@ class Executor(CacheState):
             forward_pass.tap.numbers = partial(request.numbers, None if plan is None else plan.computed[0])
         may_round = sequence.approximate or sequence.method.records_approximations
         forward_pass.folds = may_round or self.options.fold_heads
-        if self.observer is not None and (plan is None or all(computed.ndim == 1 for computed in plan.computed)):
+        if self.observer is not None and (plan is None or all(positions.ndim == 1 for positions in plan.computed)):
             stop, pads = request.base + request.num_positions, sequence.history.pads
             forward_pass.observer = self.observer.begin(cache.kv_sources, first, stop, pads)
         return forward_pass
@@ -329,8 +329,8 @@ class Executor(CacheState):
             reason = sequence.commit(request, plan)
             if self._unstored is not None and not reason:
                 confirmed = partial(sequence.identity.weights_held, time.monotonic())
-                put = partial(self.store.unstored.put, self._unstored, confirmed)
-                self.store.writer.later(put, self._unstored.end())
+                keep_unstored = partial(self.store.unstored.put, self._unstored, confirmed)
+                self.store.writer.later(keep_unstored, self._unstored.end())
         else:
             sequence.recorder.abandon()
             self.collector.add(tokens_computed=request.ids.numel())

@@ -227,11 +227,11 @@ class RestoringForward(ForwardPass):
         self.query_indexes.clear()
         self.hidden_indexes.clear()
         first, queries = plan.computed[0], None
-        for layer, (before, computed) in enumerate(pairwise((first, *plan.computed))):
+        for layer, (before, positions) in enumerate(pairwise((first, *plan.computed))):
             device = self._devices[layer]
-            if computed is not before or (queries is not None and queries.device != device):
-                queries = _places_on(device, computed, first)
-            hidden = queries if before is first else _places_on(device, computed, before)
+            if positions is not before or (queries is not None and queries.device != device):
+                queries = _places_on(device, positions, first)
+            hidden = queries if before is first else _places_on(device, positions, before)
             if queries is not None:
                 self.query_indexes[layer] = queries
             if hidden is not None:
@@ -281,10 +281,10 @@ class RestoringForward(ForwardPass):
     # --- called by sources (see `layers.dense`)
 
     def computed_positions(self, layer: int, first: int, device: torch.device) -> torch.Tensor:
-        computed = self.plan.computed[layer]
-        key = id(computed), first, device
+        positions = self.plan.computed[layer]
+        key = id(positions), first, device
         if key not in self._positions_from:
-            self._positions_from[key] = to_device(computed - first, device)
+            self._positions_from[key] = to_device(positions - first, device)
         return self._positions_from[key]
 
     def cannot_select(self) -> UnsupportedModelError:

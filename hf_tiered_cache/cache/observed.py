@@ -46,12 +46,12 @@ class Pace:
             took = time.perf_counter() - began
             self._add(fingerprint, tokens, lambda: took)
             return
-        begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         stream = torch.cuda.current_stream(device)
-        begun.record(stream)
+        begin_event.record(stream)
         yield
-        ended.record(stream)
-        self._add(fingerprint, tokens, lambda: begun.elapsed_time(ended) / 1e3 if ended.query() else None)
+        end_event.record(stream)
+        self._add(fingerprint, tokens, lambda: begin_event.elapsed_time(end_event) / 1e3 if end_event.query() else None)
 
     def per_token(self, fingerprint: str) -> float | None:
         """Return the seconds to compute a token, or None if no long pass of the model has ended yet."""
@@ -91,7 +91,7 @@ class Work(NamedTuple):
 
     def until(self, stats: RequestStats) -> Work:
         """Return the work after this moment, until now."""
-        return Work(*(now - then for now, then in zip(Work.of(stats), self, strict=True)))
+        return Work(*(now - earlier for now, earlier in zip(Work.of(stats), self, strict=True)))
 
     def saved(self, tokens: int, seconds: float | None, device: torch.device) -> float:
         """Estimate `seconds_saved` of a prompt of `tokens` tokens; `seconds` to compute it, None if not known."""
@@ -140,8 +140,8 @@ def renew_costs(storage: Storage, fingerprint: str, device: torch.device, ratios
     }
 
     def renewed(factors: CostFactors) -> CostFactors:
-        moved = {name: float(np.clip(getattr(factors, name) * step, 1 / _MOST, _MOST)) for name, step in steps.items()}
-        return replace(factors, **moved)
+        values = {name: float(np.clip(getattr(factors, name) * step, 1 / _MOST, _MOST)) for name, step in steps.items()}
+        return replace(factors, **values)
 
     if steps and storage.disk.backend.writable:
         with suppress(StoreError, OSError):  # the next prompt shows the same

@@ -119,16 +119,16 @@ class Recorder:
         if self._capturing:
             self._capturing = self.captured.add(layer, kind, keys, values)
 
-    def end(self, ids: torch.Tensor | np.ndarray, computed: int, revocable: int = 0) -> None:
+    def end(self, ids: torch.Tensor | np.ndarray, num_computed: int, revocable: int = 0) -> None:
         """Finish a pass that added `ids`, int `[rows, positions]`, and append them to the history.
 
-        The pass computed the last `computed` positions. The next crop may remove the last `revocable` ones.
+        The pass computed the last `num_computed` positions. The next crop may remove the last `revocable` ones.
         """
         with self._lock, self._guard:
             self.history.append(ids)
             self._revocable = revocable
             if self._capturing:
-                self.num_unsealed += computed
+                self.num_unsealed += num_computed
                 if self.captured.on_gpu:
                     self.captured.note_work()
             else:
@@ -312,7 +312,7 @@ class Recorder:
             importance = self.rank(row, self.captured.pairs(row, start, tokens))
             tables = TokenTables.by_importance(importance[None, None], block_groups(layout, self.geometry))
         shape = SegmentShape(layout, self.geometry, tokens, tables)
-        now, computed, weights_held = time.time(), time.monotonic(), self.weights_held
+        now, computed_at, weights_held = time.time(), time.monotonic(), self.weights_held
         ids = self.history.ids()[row, self.history.pads[row] + first * HASH_TOKENS :][:tokens]
         header = SegmentHeader(
             id=segment_id(parent, end_of_chain(new_hashes, self.provenance), shape, self.provenance),
@@ -334,7 +334,7 @@ class Recorder:
             self._ancestors[row],
             partial(_refused, self.collector, table),
             on_device=on_device,
-            objection=lambda: "" if weights_held(computed) else WEIGHTS_CHANGED,
+            objection=lambda: "" if weights_held(computed_at) else WEIGHTS_CHANGED,
         )
 
     def _repair(self) -> None:

@@ -147,9 +147,9 @@ class Request:
 
         They are negative in the padding, and from the first image on, where a model counts otherwise.
         """
-        chosen = torch.arange(self.num_positions) if positions is None else torch.from_numpy(positions)
-        numbers = chosen + self.base - torch.tensor(self.pads).unsqueeze(1)
-        return numbers.masked_fill(chosen >= self.text, -1)
+        indices = torch.arange(self.num_positions) if positions is None else torch.from_numpy(positions)
+        numbers = indices + self.base - torch.tensor(self.pads).unsqueeze(1)
+        return numbers.masked_fill(indices >= self.text, -1)
 
     def only(self, positions: np.ndarray, suffix: bool) -> dict[str, Any]:
         """Return the arguments for computing only some of the positions (see `Positions`).
@@ -275,8 +275,8 @@ def parse_request(
     can_keep = "logits_to_keep" in arguments.defaults  # among other keywords, a model ignores it
     keep = kwargs.get("logits_to_keep", 0) if can_keep else 0
     is_count = isinstance(keep, int) and keep > 0
-    rest = num_positions if arguments.masks_images and text < num_positions else num_positions - text
-    must_compute = max(min(keep, num_positions) if is_count else num_positions, rest)
+    num_excluded = num_positions if arguments.masks_images and text < num_positions else num_positions - text
+    must_compute = max(min(keep, num_positions) if is_count else num_positions, num_excluded)
     return Request(kwargs, ids, base, num_positions, pads, keep - 1 if is_count else 0, must_compute, text)
 
 
@@ -287,8 +287,8 @@ def asks_for_all(kwargs: dict[str, Any], config: PreTrainedConfig) -> bool:
     """
     requested = {name: True for name, value in vars(config).items() if name.startswith("output_") and value is True}
     requested |= {name: bool(getattr(config, name, False)) for name in ("output_hidden_states", "output_attentions")}
-    given = {name: value for name, value in kwargs.items() if name.startswith("output_") and value is not None}
-    return any((requested | given).values())
+    output_flags = {name: value for name, value in kwargs.items() if name.startswith("output_") and value is not None}
+    return any((requested | output_flags).values())
 
 
 def _select_positions(value: torch.Tensor, index: slice | torch.Tensor) -> torch.Tensor:

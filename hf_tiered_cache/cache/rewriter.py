@@ -130,9 +130,9 @@ class SegmentRewriter:
         with self._lock:
             self._users.subtract(segments)
             self._users += Counter()  # drop zero counts
-            due = [name for name in segments if name in self._due and name not in self._users]
-            self._due.difference_update(due)
-        for segment_id in due:
+            due_segments = [name for name in segments if name in self._due and name not in self._users]
+            self._due.difference_update(due_segments)
+        for segment_id in due_segments:
             self._reorder_soon(segment_id)
 
     def forget(self, segments: Collection[str]) -> None:
@@ -192,7 +192,7 @@ class SegmentRewriter:
         if reader is None or not self._disk.backend.writable:
             return False
         sidecars = self._disk.sidecars.all_of(reader)  # before the new segment needs their room on disk
-        kept = _kept_of(self._residency, reader) if hand_over else None
+        cached_chunks = _kept_of(self._residency, reader) if hand_over else None
         header, prefix_hashes, block_groups = join_segments([reader], geometry, tables)
         try:
             if not self._disk.publish(header, prefix_hashes, block_groups):
@@ -204,7 +204,7 @@ class SegmentRewriter:
             return False  # the old segment is the only one
         if pinned:
             self._disk.pin([header.id])
-        if kept is not None:  # as soon as lookups can find the new segment, which has the same keys
+        if cached_chunks is not None:  # as soon as lookups can find the new segment, which has the same keys
             content = replacement.header.digests.digest
             self._residency.index_cache.rename(old, lambda owner: (header.id, owner[1], content, owner[3]))
         for sidecar in sidecars:
@@ -222,18 +222,18 @@ class SegmentRewriter:
             self._disk.remove([old])
         if is_pinned and not pinned:
             self._disk.notify_stored([header.id])
-        if kept is not None:
-            self._migrate(reader, replacement, kept)
+        if cached_chunks is not None:
+            self._migrate(reader, replacement, cached_chunks)
         return True
 
-    def _migrate(self, old: SegmentReader, new: SegmentReader, kept: list[tuple[int, np.ndarray]]) -> None:
+    def _migrate(self, old: SegmentReader, new: SegmentReader, cached_chunks: list[tuple[int, np.ndarray]]) -> None:
         """Fetch as many chunks of `new` to the host as memory kept of the old segment, which is already deleted.
 
         The first chunks of each KV cache group are fetched, with the most important tokens, within the host budget.
         The scores of a chunk are the mean of its tokens' old scores. Read errors are logged and otherwise ignored.
         """
         shape, requests = new.shape, list[BlockRequest]()
-        for group, (num_cached, scores) in zip(shape.block_groups, kept, strict=True):
+        for group, (num_cached, scores) in zip(shape.block_groups, cached_chunks, strict=True):
             step, tokens = shape.geometry.chunk_tokens, np.arange(shape.tokens)
             was, now = (reader.shape.slot_of_token(group, tokens) // step for reader in (old, new))
             count = shape.chunks_in(group)
@@ -252,11 +252,11 @@ class SegmentRewriter:
 
 def _kept_of(residency: Residency, segment: SegmentReader) -> list[tuple[int, np.ndarray]]:
     """Return what memory knows of each KV cache group: number of cached chunks, and scores, float64 `[2, chunks]`."""
-    kept = []
+    cached_chunks = []
     for group in segment.shape.block_groups:
         owner, chunks = segment.owners[group.index], np.arange(segment.shape.chunks_in(group))
-        kept.append((residency.num_cached(owner, chunks), residency.scores.of(owner, chunks)))
-    return kept
+        cached_chunks.append((residency.num_cached(owner, chunks), residency.scores.of(owner, chunks)))
+    return cached_chunks
 
 
 def _is_prefix(reader: SegmentReader) -> bool:

@@ -131,11 +131,11 @@ class SequenceState:
             num_hashes = matched[-1][0].stop if matched else cached_hashes
             for row in rows:
                 self.recorder.note_stored(row, cached_hashes, num_hashes, tuple(reader.id for _, reader in matched))
-            found, cached = num_hashes * HASH_TOKENS, base - pad
+            end, cached = num_hashes * HASH_TOKENS, base - pad
             if isinstance(self.method, Passages):  # a part of a passage may begin among cached tokens
-                pieces += self._find_passages(tokens, found if found > cached else max(0, cached - (HASH_TOKENS - 1)))
+                pieces += self._find_passages(tokens, end if end > cached else max(0, cached - (HASH_TOKENS - 1)))
             groups.append(RowGroup(tuple(rows), pad, tuple(pieces)))
-            restorable = min(restorable, max(0, found - cached))
+            restorable = min(restorable, max(0, end - cached))
         return tuple(groups), restorable
 
     def _plan_restore(
@@ -294,10 +294,10 @@ class SequenceState:
         tokens = rows * num_positions - sum(max(0, pad - request.base) for pad in self.history.pads)
         approximations = self.method.records_approximations
         if plan is None:
-            computed = num_positions
+            num_computed = num_positions
             self.recorder.collector.add(tokens_computed=tokens)
         else:
-            computed = self._count_restored(plan, tokens)
+            num_computed = self._count_restored(plan, tokens)
             exact = plan.exact
             self.approximate |= isinstance(plan, BudgetPlan) or not (exact or approximations)
             if not (exact or approximations):
@@ -306,7 +306,7 @@ class SequenceState:
                     self.recorder.exclude(plan.inexact_rows)
         self.stored_in_pieces = {}
         ids = vars(request).get("host_ids", request.ids)  # without a copy to the host
-        self.recorder.end(ids, computed, request.revocable)
+        self.recorder.end(ids, num_computed, request.revocable)
         if self.reports_passages and num_positions > 1:
             self._report_passages(plan)
         if request.text < num_positions:
@@ -333,16 +333,16 @@ class SequenceState:
             assert isinstance(self.method, BudgetMethod)
             if self.method.reorder:
                 self.store.rewriter.prompt_done({reader.id for reader in plan.readers}, self.method.reorder_every)
-        restored, attended = plan.restored_tokens, plan.attended_tokens
-        before = min(sum(self.stored_in_pieces.values()), restored)
-        computed = plan.num_positions - plan.restored_until
+        num_restored, num_attended = plan.restored_tokens, plan.attended_tokens
+        before = min(sum(self.stored_in_pieces.values()), num_restored)
+        num_computed = plan.num_positions - plan.restored_until
         self.recorder.collector.add(
-            tokens_restored=restored - before,
+            tokens_restored=num_restored - before,
             tokens_recomputed=round(plan.recomputed_tokens),
-            tokens_computed=tokens - restored,
-            tokens_attended=attended - min(before, attended),
+            tokens_computed=tokens - num_restored,
+            tokens_attended=num_attended - min(before, num_attended),
         )
-        return computed
+        return num_computed
 
     def _report_passages(self, plan: Plan | None) -> None:
         """Report what became of the passages so far."""
@@ -364,9 +364,9 @@ class SequenceState:
 
     def store_piece(self, piece: Request, plan: Plan | None) -> None:
         """Store a computed piece of a longer prompt, a single row, and remove it from the history."""
-        computed = piece.num_positions - (0 if plan is None else plan.restored_tokens)
-        self.recorder.collector.add(tokens_computed=computed)
-        self.stored_in_pieces[0] = self.stored_in_pieces.get(0, 0) + computed
+        num_computed = piece.num_positions - (0 if plan is None else plan.restored_tokens)
+        self.recorder.collector.add(tokens_computed=num_computed)
+        self.stored_in_pieces[0] = self.stored_in_pieces.get(0, 0) + num_computed
         self.recorder.end(piece.ids, piece.num_positions if plan is None else len(plan.computed[0]))
         self.recorder.seal()
         self.recorder.crop(piece.num_positions)

@@ -118,14 +118,14 @@ class RestoredRun:
         return cls(pieces, began, time.perf_counter() - began) if pieces else None
 
 
-def deviation(stored: Sequence[Any], computed: Sequence[Any], pad: int, first: int) -> float | None:
+def deviation(stored_kv: Sequence[Any], computed_kv: Sequence[Any], pad: int, first: int) -> float | None:
     """Return how far restored keys and values are from computed ones, in the layer where that is farthest.
 
     It is the median over the 16 tokens from `first` on, after the `pad` of the first row, of the distance relative to
-    the computed values; None if no layer holds the tokens. The last tokens of `computed` are compared.
+    the computed values; None if no layer holds the tokens. The last tokens of `computed_kv` are compared.
     """
     largest = None
-    for layer, again_layer in zip(stored, computed, strict=True):
+    for layer, again_layer in zip(stored_kv, computed_kv, strict=True):
         begin = pad + first - (layer.num_positions - layer.held)
         if begin < 0 or again_layer.held < HASH_TOKENS or begin + HASH_TOKENS > layer.held:
             continue  # a layer with a sliding window no longer holds them

@@ -208,8 +208,8 @@ class Storage:
         Called after a pass, since the writer's thread would compete with it.
         """
         if self._used is not None:
-            used, self._used = self._used, None
-            self.writer.later(partial(_after_look_up, self.disk, self.residency, used))
+            used_segments, self._used = self._used, None
+            self.writer.later(partial(_after_look_up, self.disk, self.residency, used_segments))
 
     def lay_out_after(self, groups: Iterable[RowGroup]) -> None:
         """Defer rewrites of the segments that a plan restores from while its groups of rows are referenced.
@@ -218,9 +218,9 @@ class Storage:
         memory.
         """
         for group in groups:
-            used = frozenset(piece.reader.id for piece in group.pieces)
-            self.rewriter.begin_use(used)
-            over = weakref.finalize(group, self.writer.soon, partial(self.rewriter.end_use, used))
+            used_segments = frozenset(piece.reader.id for piece in group.pieces)
+            self.rewriter.begin_use(used_segments)
+            over = weakref.finalize(group, self.writer.soon, partial(self.rewriter.end_use, used_segments))
             over.atexit = False
 
     # --- storing
@@ -339,9 +339,9 @@ def _refused(residency: Residency, refused: Callable[[PendingSegment], None], pe
     refused(pending)
 
 
-def _after_look_up(disk: SegmentStore, residency: Residency, used: list[str]) -> None:
-    if used:
-        disk.index.touch(used)
+def _after_look_up(disk: SegmentStore, residency: Residency, used_segments: list[str]) -> None:
+    if used_segments:
+        disk.index.touch(used_segments)
     else:
         disk.index.catch_up()
     disk.forget_deleted(residency.segments())

@@ -252,8 +252,8 @@ class StoredCache(Cache, ServedCache):
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep only the rows `indices`, in that order: numbers, from the end if negative, or a mask of all rows."""
-        held = (source.keys for source in self.kv_sources)
-        if (rows := next((len(keys) for keys in held if keys is not None), 0)) == 0:
+        all_keys = (source.keys for source in self.kv_sources)
+        if (rows := next((len(keys) for keys in all_keys if keys is not None), 0)) == 0:
             return
         indices = torch.arange(rows)[torch.as_tensor(indices, device="cpu")]
         super().batch_select_indices(indices)

@@ -161,11 +161,11 @@ def cannot_select(method: Method, model: PreTrainedModel) -> UnsupportedModelErr
 
 def cannot_mask(method: Method, model: PreTrainedModel) -> CacheMismatchError:
     """Return the error for a pass in which no mask of the model fits all rows of the cache."""
-    name, needed = type(model).__name__, SELECTING[0]
+    name, choice = type(model).__name__, SELECTING[0]
     return CacheMismatchError(
         "the rows of this cache hold different numbers of positions, selected by its "
         f"{type(method).__name__}, and only forward passes of the attached {name} with the attention implementation "
-        f"{needed!r} can build a mask for each of them; call the model itself instead of a module within it, with "
+        f"{choice!r} can build a mask for each of them; call the model itself instead of a module within it, with "
         "that implementation, or create a new TieredCache after detach(model)"
     )
 
@@ -173,14 +173,14 @@ def cannot_mask(method: Method, model: PreTrainedModel) -> CacheMismatchError:
 def needs_attention(method: Method, model: PreTrainedModel, implementations: tuple[str, ...]) -> TieredCacheError:
     """Return an error that advises another attention implementation, if the model has one, or another method."""
     name = type(method).__name__
-    needed = " or ".join(map(repr, implementations))
+    choices = " or ".join(map(repr, implementations))
     if "eager" not in implementations and not model._supports_sdpa:
         return UnsupportedModelError(
-            f"{name} requires the attention implementation {needed}, which {type(model).__name__} does not support; "
+            f"{name} requires the attention implementation {choices}, which {type(model).__name__} does not support; "
             "use the exact method with this model"
         )
     return ConfigError(
-        f"{name} requires the attention implementation {needed}, but the model uses "
+        f"{name} requires the attention implementation {choices}, but the model uses "
         f"{model.config._attn_implementation!r}; call model.set_attn_implementation({implementations[0]!r}) first"
     )
 

@@ -219,8 +219,8 @@ class CacheReplay:
                 raise ValueError("a layer does not hold the KV of the conversation")
             if layer.held <= count or layer.keys is None or layer.values is None:
                 raise ValueError(f"a layer holds only the last {layer.held} tokens")
-            held = slice(0, layer.held - count)
-            keys, values = (tensor[:1, :, held] for tensor in (layer.keys, layer.values))
+            stored_span = slice(0, layer.held - count)
+            keys, values = (tensor[:1, :, stored_span] for tensor in (layer.keys, layer.values))
             first = layer.num_positions - layer.held
             self._layers.append(_FixedLayer(keys, values, first, layer.is_sliding, partial(tap.take, index)))
 

@@ -128,18 +128,18 @@ class UnstoredPrefixes:
         if segment.id not in self.segments:
             return None
         shape = unstored_shape(segment.shape)
-        held = np.zeros((len(shape.layout.layers), shape.tokens), bool)
+        held_tokens = np.zeros((len(shape.layout.layers), shape.tokens), bool)
         step = shape.geometry.chunk_tokens
         for group, owner in zip(shape.block_groups, owners_of_unstored(segment, shape), strict=True):
             device = torch.device("cpu") if devices is None else devices[group.layers[0]]
             tiers = self._residency.find(owner, np.arange(shape.chunks_in(group)), device)
             tokens = shape.tokens_by_slot(group)
             is_held = ~np.isin(np.arange(len(tokens)) // step, tiers["disk"])
-            held[np.array(group.layers)[:, None], tokens[is_held]] = True
-        if not held.any():
+            held_tokens[np.array(group.layers)[:, None], tokens[is_held]] = True
+        if not held_tokens.any():
             self.segments.discard(segment.id)
             return None
-        return UnstoredPrefixReader(segment, shape, held)
+        return UnstoredPrefixReader(segment, shape, held_tokens)
 
     def added_to(self, plan: Plan, devices: Sequence[torch.device]) -> Plan:
         """Return a plan that can also restore these tokens."""

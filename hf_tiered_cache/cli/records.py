@@ -82,8 +82,8 @@ class _Command(ABC):
         rows = contents_of(store).rows
         with files_of(store) as files:
             infos: list[Any] = list(self.records(files).listed(rows))
-        known = {getattr(info, self.argument) for info in infos}
-        if unknown := [name for name in names or () if name not in known]:
+        known_names = {getattr(info, self.argument) for info in infos}
+        if unknown := [name for name in names or () if name not in known_names]:
             raise Refused(
                 f"{noun} {unknown[0]!r} does not exist; `hf-tiered-cache {plural} {store}` lists all {plural}"
             )

@@ -144,8 +144,8 @@ def serve(
     options = {
         "host_memory": host_memory, "device_memory": device_memory, "disk_quota": disk_quota, "codec": codec,
     }  # fmt: skip
-    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
-    with KVStore(store, policy=parsed_method.policy, key=read_key_file(key_file), **given) as kv_store:
+    given_options: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    with KVStore(store, policy=parsed_method.policy, key=read_key_file(key_file), **given_options) as kv_store:
         run(
             model, kv_store, parsed_method, host=host, port=port, log_level=log_level.value, enable_cors=enable_cors,
             max_request_bytes=max_request_bytes, batching=paging if continuous_batching else None, device=device,

@@ -64,8 +64,8 @@ def read_trace(path: Path) -> list[Pass]:
         named = [event for event in named if event["name"] == "thread_name"]
         tracks = {event["tid"]: TRACKS[TRACKS.index(event["args"]["name"])] for event in named}
         events = [event for event in document if event.get("ph") == "X"]
-        passes = sorted((_pass(event) for event in events if event["name"] == "pass"), key=lambda one: one.began)
-        begins = [one.began for one in passes]
+        passes = sorted((_pass(event) for event in events if event["name"] == "pass"), key=lambda entry: entry.began)
+        begins = [entry.began for entry in passes]
         for event in events if passes else ():
             owner = passes[max(0, bisect_right(begins, event["ts"]) - 1)]  # the last one that began before
             if event["name"] != "pass" and owner.began <= event["ts"] <= owner.ended:
@@ -86,30 +86,32 @@ def _pass(event: dict[str, Any]) -> Pass:
 
 def typical(passes: list[Pass]) -> dict[str, Pass]:
     """Return the pass that restored most, and the median pass of one token, by a title."""
-    prompt = max(passes, key=lambda one: (one.restored, one.computed))
-    chosen = {f"prompt: {prompt.restored:,} tokens restored, {prompt.computed:,} computed": prompt}
-    tokens = sorted((one for one in passes if one.computed <= 1 and not one.restored), key=lambda one: one.milliseconds)
+    prompt = max(passes, key=lambda entry: (entry.restored, entry.computed))
+    by_title = {f"prompt: {prompt.restored:,} tokens restored, {prompt.computed:,} computed": prompt}
+    tokens = sorted(
+        (entry for entry in passes if entry.computed <= 1 and not entry.restored), key=lambda entry: entry.milliseconds
+    )
     if tokens:
-        chosen[f"one token (median of {len(tokens):,})"] = tokens[len(tokens) // 2]
-    return chosen
+        by_title[f"one token (median of {len(tokens):,})"] = tokens[len(tokens) // 2]
+    return by_title
 
 
-def draw(chosen: dict[str, Pass], out: Path) -> None:
+def draw(by_title: dict[str, Pass], out: Path) -> None:
     """Draw passes below one another: a row for each track, and time to the right."""
     plt = plotting()
-    figure, rows = plt.subplots(len(chosen), 1, figsize=(11, 2.4 * len(chosen) + 0.6), squeeze=False)
-    for axes, (title, one) in zip(rows[:, 0], chosen.items(), strict=True):
+    figure, rows = plt.subplots(len(by_title), 1, figsize=(11, 2.4 * len(by_title) + 0.6), squeeze=False)
+    for axes, (title, entry) in zip(rows[:, 0], by_title.items(), strict=True):
         number = 0
-        for track, name, began, duration in sorted(one.events, key=lambda event: event[2]):
+        for track, name, began, duration in sorted(entry.events, key=lambda event: event[2]):
             color = _COLORS.get(name)
             if track == "model":
                 color, number = _MODEL_COLORS[number % 2], number + 1
             height = 0.8 if name in ("update", "read") or track == "model" else 0.5  # sections lie within an update
             axes.barh(
-                TRACKS.index(track), duration / 1e3, left=(began - one.began) / 1e3, height=height, color=color,
+                TRACKS.index(track), duration / 1e3, left=(began - entry.began) / 1e3, height=height, color=color,
                 label=name if track != "model" else "compute", zorder=3 if height < 0.8 else 2,
             )  # fmt: skip
-        axes.set(title=f"{title}, {one.milliseconds:.1f} ms", xlabel="ms", xlim=(0, one.milliseconds))
+        axes.set(title=f"{title}, {entry.milliseconds:.1f} ms", xlabel="ms", xlim=(0, entry.milliseconds))
         axes.set_yticks(range(len(TRACKS)), TRACKS)
         axes.set_ylim(len(TRACKS) - 0.5, -0.5)
         by_name = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
@@ -134,14 +136,14 @@ def timeline(
     https://ui.perfetto.dev.
     """
     out = picture(trace.with_suffix(".png") if plot is None else plot)
-    chosen = typical(read_trace(trace))
+    by_title = typical(read_trace(trace))
     if plot is None and out.exists() and not (out.is_file() and _MARK.encode() in out.read_bytes()[:4096]):
         raise Refused(f"{out} exists, and this command did not draw it; name another file with --plot")
-    sums = {title: one.sums() for title, one in chosen.items()}
-    kinds = list(dict.fromkeys(kind for one in sums.values() for kind in one))
+    sums = {title: entry.sums() for title, entry in by_title.items()}
+    kinds = list(dict.fromkeys(kind for entry in sums.values() for kind in entry))
     table = Table("pass", "ms", *kinds, right=("ms", *kinds))
-    for title, one in chosen.items():
-        table.add_row(title, f"{one.milliseconds:.1f}", *(f"{sums[title].get(kind, 0.0):.1f}" for kind in kinds))
+    for title, entry in by_title.items():
+        table.add_row(title, f"{entry.milliseconds:.1f}", *(f"{sums[title].get(kind, 0.0):.1f}" for kind in kinds))
     table.show()
-    draw(chosen, out)
+    draw(by_title, out)
     print(f"\nwrote {out}; times of select, wait for KV and look up can be a part of update")

@@ -138,7 +138,7 @@ def merge_changes(kv: Sequence[LayerTensors], kinds: Sequence[Hashable], toward:
     """
     changes = np.full((len(kv), len(kv)), np.inf)
     for kind in dict.fromkeys(kinds):
-        places = [place for place, other in enumerate(kinds) if other == kind]
+        places = [place for place, other_kind in enumerate(kinds) if other_kind == kind]
         changes[np.ix_(places, places)] = _changes([kv[place] for place in places], toward, retained)
     return changes
 
@@ -151,18 +151,18 @@ def _changes(kv: Sequence[LayerTensors], toward: float, retained: float) -> np.n
     weights = [tensor.square().sum(-1) for tensor in sampled]  # [layers, heads, tokens]
     weights = [weight / weight.sum((1, 2), keepdim=True).clamp_min(1e-30) for weight in weights]
     for first in range(len(kv) - 1):
-        later = slice(first + 1, None)
+        later_layers = slice(first + 1, None)
         # keys, values: [later, heads, tokens]
-        angles = [(unit[later] * unit[first]).sum(-1).clamp(-1, 1).acos() for unit in directions]
+        angles = [(unit[later_layers] * unit[first]).sum(-1).clamp(-1, 1).acos() for unit in directions]
         mean_angles = torch.stack([angle.mean(1) for angle in angles]).mean(0)  # [later, tokens]
         merged = torch.ones_like(mean_angles)
         merged.scatter_(1, mean_angles.topk(round(retained * merged.shape[1]), dim=1).indices, 0.0)
         squares = [
-            (_moved(angle, toward) * weight[first] + _moved(angle, 1 - toward) * weight[later]) * merged[:, None]
+            (_moved(angle, toward) * weight[first] + _moved(angle, 1 - toward) * weight[later_layers]) * merged[:, None]
             for angle, weight in zip(angles, weights, strict=True)
         ]
         total = torch.stack([square.sum((1, 2)) for square in squares]).mean(0) / 2
-        changes[first, later] = total.sqrt().double().numpy()
+        changes[first, later_layers] = total.sqrt().double().numpy()
     return changes
 
 
@@ -273,8 +273,8 @@ def first_rewritten(
     first = None
     for index in reversed(range(len(readers))):
         old_bytes += readers[index].shape.blocks_bytes + _HEAD_BYTES
-        held = stop - np.clip(stored_from, starts[index], stop)
-        if _blocks_bytes(layout, geometry, held, retained) + _HEAD_BYTES < _WORTH * old_bytes:
+        num_stored = stop - np.clip(stored_from, starts[index], stop)
+        if _blocks_bytes(layout, geometry, num_stored, retained) + _HEAD_BYTES < _WORTH * old_bytes:
             first = index
     if first is not None:
         return first
@@ -298,12 +298,12 @@ def first_stored_tokens(readers: Sequence[SegmentReader]) -> np.ndarray:
     return np.maximum.accumulate(first_stored[::-1])[::-1]
 
 
-def _blocks_bytes(layout: KVLayout, geometry: Geometry, held: np.ndarray, retained: float) -> int:
+def _blocks_bytes(layout: KVLayout, geometry: Geometry, num_tokens: np.ndarray, retained: float) -> int:
     """Return the bytes of a segment's blocks if each layer holds so many last tokens, int64 `[layers]`."""
-    alone, shared = held.astype(np.int64), dict[tuple[int, ...], int]()
+    alone, shared = num_tokens.astype(np.int64), dict[tuple[int, ...], int]()
     for pair in geometry.pairs:
-        both = min(alone[layer] for layer in pair)
-        shared[pair] = both - round(retained * both)
+        num_shared = min(alone[layer] for layer in pair)
+        shared[pair] = num_shared - round(retained * num_shared)
         alone[list(pair)] -= shared[pair]
     total = 0
     for group in block_groups(layout, geometry):

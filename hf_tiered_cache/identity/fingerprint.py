@@ -296,11 +296,11 @@ def differing_facts(facts: Mapping[str, str], other_facts: Mapping[str, str]) ->
 
 def _kept(places: Places) -> Places:
     """Return places with plain values, weak references to tensors other than parameters, and None for other values."""
-    kept: Places = {}
+    items: Places = {}
     for place, (container, value) in places.items():
-        other = weakref.ref(value) if type(value) is torch.Tensor else None
-        kept[place] = container, value if type(value) in PLAIN else other
-    return kept
+        tensor = weakref.ref(value) if type(value) is torch.Tensor else None
+        items[place] = container, value if type(value) in PLAIN else tensor
+    return items
 
 
 def _unsteady_places(changes: list[Places]) -> Places:

@@ -351,9 +351,9 @@ def unpaged(model: PreTrainedModel, attention: Any) -> Any:
         return attention
     files = (sys.modules.get(name) for name in {type(module).__module__ for module in model.modules()})
     own = [vars(file)["eager_attention_forward"] for file in files if hasattr(file, "eager_attention_forward")]
-    passed = set[str]().union(*map(_parameters, own))
-    taken = passed if base == "eager" else passed & _parameters(ALL_ATTENTION_FUNCTIONS[base])
-    ignored = taken - _parameters(ALL_ATTENTION_FUNCTIONS[attention]) - {"dropout"}  # 0 in eval mode
+    passed_names = set[str]().union(*map(_parameters, own))
+    accepted_names = passed_names if base == "eager" else passed_names & _parameters(ALL_ATTENTION_FUNCTIONS[base])
+    ignored = accepted_names - _parameters(ALL_ATTENTION_FUNCTIONS[attention]) - {"dropout"}  # 0 in eval mode
     return base if own and not ignored else attention
 
 

@@ -82,8 +82,8 @@ def _origin_of_class(kind: Any) -> str:
     candidate: object = module
     for part in kind.__qualname__.split("."):
         candidate = getattr(candidate, part, None)
-    known = candidate is kind or kind.__flags__ & _IMMUTABLE
-    return origin_of_module(module) if module is not None and known else USER
+    is_known = candidate is kind or kind.__flags__ & _IMMUTABLE
+    return origin_of_module(module) if module is not None and is_known else USER
 
 
 def origin_of_module(module: types.ModuleType) -> str:
@@ -171,13 +171,13 @@ def references(code: types.CodeType) -> References:
 
 def _variable(steps: list[dis.Instruction]) -> str:
     """Return the constant name of the variable that the first step, a name of `ENVIRONMENT`, reads, or ""."""
-    first, *rest = (step for step in steps[:5] if step.opname != "PUSH_NULL")
+    first, *tail = (step for step in steps[:5] if step.opname != "PUSH_NULL")
     if first.argval == "environ":
-        if rest[0].opcode in dis.hasname and rest[0].argval == "get":
-            rest = rest[1:]
-        elif len(rest) < 2 or rest[1].opname != "BINARY_SUBSCR":
+        if tail[0].opcode in dis.hasname and tail[0].argval == "get":
+            tail = tail[1:]
+        elif len(tail) < 2 or tail[1].opname != "BINARY_SUBSCR":
             return ""
-    return rest[0].argval if rest[0].opcode in dis.hasconst and isinstance(rest[0].argval, str) else ""
+    return tail[0].argval if tail[0].opcode in dis.hasconst and isinstance(tail[0].argval, str) else ""
 
 
 def text_names(constant: object) -> frozenset[str]:

@@ -143,8 +143,8 @@ class HFTieredLM(HFLM):  # type: ignore[misc]
     def _split(self, context: list[int], continuation: list[int]) -> tuple[Tokens, Tokens]:
         """Split into context and continuation as `hf` does: the beginning of a request that is too long is cut off."""
         tokens = (context + continuation)[-(self.max_length + 1) :]
-        cut = len(tokens) - len(continuation)
-        return tuple(tokens[:cut]), tuple(continuation)
+        context_length = len(tokens) - len(continuation)
+        return tuple(tokens[:context_length]), tuple(continuation)
 
     def _share(self, contexts: Iterable[Tokens]) -> None:
         """Store the common prefixes of contexts that are adjacent in sorted order."""

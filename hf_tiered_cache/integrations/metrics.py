@@ -151,9 +151,9 @@ def _by_tier(path: tuple[str, ...], tiers: Mapping[str, Any]) -> Iterator[Metric
     """Yield the metrics of each tier's figures, with the tier as label. A budget without a limit is left out."""
     for field in fields(next(iter(tiers.values()))):
         values = {tier: getattr(figures, field.name) for tier, figures in tiers.items()}
-        known = {tier: value for tier, value in values.items() if value is not None}
-        if known and all(isinstance(value, int | float) for value in known.values()):
-            yield _metric(next(iter(tiers.values())), (*path, "tier", field.name), known, "tier")
+        known_values = {tier: value for tier, value in values.items() if value is not None}
+        if known_values and all(isinstance(value, int | float) for value in known_values.values()):
+            yield _metric(next(iter(tiers.values())), (*path, "tier", field.name), known_values, "tier")
 
 
 def _metric(figures: Any, path: tuple[str, ...], values: Mapping[str, float], label: str = "") -> Metric:

@@ -269,13 +269,13 @@ def limit_request(
         raise HTTPException(400, "the prompt has no tokens")
     context = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     limits = {"the model's context is": context, "the pages of this server (--cb-num-blocks) hold": page_tokens}
-    for what, limit in limits.items():
+    for setting, limit in limits.items():
         if not isinstance(limit, int):
             continue
         if tokens >= limit:
-            raise HTTPException(400, f"the prompt has {tokens} tokens, but {what} {limit}")
-        asked = gen_config.max_new_tokens
-        gen_config.max_new_tokens = limit - tokens if asked is None else min(asked, limit - tokens)
+            raise HTTPException(400, f"the prompt has {tokens} tokens, but {setting} {limit}")
+        max_tokens = gen_config.max_new_tokens
+        gen_config.max_new_tokens = limit - tokens if max_tokens is None else min(max_tokens, limit - tokens)
 
 
 _CALLS = (PreTrainedTokenizerBase.apply_chat_template, ProcessorMixin.apply_chat_template)

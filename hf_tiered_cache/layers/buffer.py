@@ -87,8 +87,8 @@ class KVBuffer:
 
     def _assign(self, keys: torch.Tensor | None, values: torch.Tensor | None) -> None:
         """Hold other keys and values, in tensors of somebody else, which are not written to."""
-        held = 0 if keys is None else keys.shape[2]
-        self.__dict__.update(_keys=keys, _values=values, _start=0, _stop=held, _shared=True, _assigned=True)
+        num_held = 0 if keys is None else keys.shape[2]
+        self.__dict__.update(_keys=keys, _values=values, _start=0, _stop=num_held, _shared=True, _assigned=True)
 
     @property
     def num_positions(self) -> int:
@@ -107,10 +107,10 @@ class KVBuffer:
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return the number of entries after the pass, and the position of the first one."""
         restored, scattered, skipped = self._announced
-        held = self._stop - self._start
+        num_held = self._stop - self._start
         if skipped:
-            return scattered - skipped, self._first + held + skipped
-        return held + (scattered or restored + query_length), self._first
+            return scattered - skipped, self._first + num_held + skipped
+        return num_held + (scattered or restored + query_length), self._first
 
     def extend(
         self, like_keys: torch.Tensor, like_values: torch.Tensor, num_positions: int, first: int = 0
@@ -161,11 +161,11 @@ class KVBuffer:
     def _reallocate(
         self, like_keys: torch.Tensor, like_values: torch.Tensor, count: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        held = self.held
+        num_held = self.held
         pairs = (self.keys, like_keys), (self.values, like_values)
-        keys, values = (_moved(before, like, held, count) for before, like in pairs)
+        keys, values = (_moved(before, like, num_held, count) for before, like in pairs)
         # one atomic update, so that a Ctrl-C cannot leave one without the other
-        self.__dict__.update(_keys=keys, _values=values, _start=0, _stop=held, _shared=False)
+        self.__dict__.update(_keys=keys, _values=values, _start=0, _stop=num_held, _shared=False)
         return keys, values
 
     def _views(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -188,9 +188,9 @@ class KVBuffer:
         keys, values = (_moved(tensor[:, :, fewest:], tensor, self.held - fewest, 0) for tensor in self._views())
         for target, source in zip((keys, values), self._views(), strict=True):
             for row, (begin, count) in enumerate(zip(first, counts, strict=True)):
-                moved, end = count - fewest, begin + count - fewest
-                target[row, :, max(0, moved) : end] = source[row, :, max(0, -moved) : begin]
-                target[row, :, : max(0, moved)] = 0
+                num_moved, end = count - fewest, begin + count - fewest
+                target[row, :, max(0, num_moved) : end] = source[row, :, max(0, -num_moved) : begin]
+                target[row, :, : max(0, num_moved)] = 0
         state = {"_keys": keys, "_values": values, "_start": 0, "_stop": self.held - fewest, "_shared": False}
         return state | {"_first": self._first + fewest}
 
@@ -220,13 +220,13 @@ def _holds(buffer: torch.Tensor, like: torch.Tensor) -> bool:
     return buffer.dtype == like.dtype or torch.promote_types(buffer.dtype, like.dtype) == buffer.dtype
 
 
-def _moved(before: torch.Tensor | None, like: torch.Tensor, held: int, count: int) -> torch.Tensor:
-    """Allocate a buffer for `held` positions, `count` more and spare room, and copy the held positions."""
-    if before is not None and held:
+def _moved(before: torch.Tensor | None, like: torch.Tensor, num_held: int, count: int) -> torch.Tensor:
+    """Allocate a buffer for `num_held` positions, `count` more and spare room, and copy the held positions."""
+    if before is not None and num_held:
         like = like[:, :, :0].to(torch.promote_types(before.dtype, like.dtype))
-    buffer = empty_buffer(like, like.shape[0], held + max(count, min(held, _LARGEST_GROWTH)))
-    if before is not None and held:
-        buffer[:, :, :held] = before
+    buffer = empty_buffer(like, like.shape[0], num_held + max(count, min(num_held, _LARGEST_GROWTH)))
+    if before is not None and num_held:
+        buffer[:, :, :num_held] = before
     return buffer
 
 

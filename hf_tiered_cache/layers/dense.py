@@ -151,21 +151,21 @@ class DenseSource(KVBuffer, CacheLayerMixin):
         else:
             keys, values = self._fill(restoring, kind, pre_rope, key_states, value_states, first)
         if (suffix := plan.suffix) is not None:
-            for target, computed in ((keys, key_states), (values, value_states)):
-                target.narrow(2, suffix - first, computed.shape[2]).copy_(computed)
+            for target, computed_kv in ((keys, key_states), (values, value_states)):
+                target.narrow(2, suffix - first, computed_kv.shape[2]).copy_(computed_kv)
             return self._visible(key_states.shape[2])
         if isinstance(plan, RecomputePlan):
             recomputed = plan.recompute_lengths[self.index]
-            for target, computed in ((keys, key_states), (values, value_states)):
-                target[:, :, :recomputed] = computed[:, :, :recomputed]
-                target[:, :, plan.restored_until :] = computed[:, :, recomputed:]
+            for target, computed_kv in ((keys, key_states), (values, value_states)):
+                target[:, :, :recomputed] = computed_kv[:, :, :recomputed]
+                target[:, :, plan.restored_until :] = computed_kv[:, :, recomputed:]
             return self._visible(None)
         positions = restoring.computed_positions(self.index, first, keys.device)
         if may_preview and not is_filled:
             stored = picked(keys, positions, 2), picked(values, positions, 2)
             cast(RefiningPass, restoring).compare(self.index, stored, (key_states, value_states))
-        for target, computed in ((keys, key_states), (values, value_states)):
-            _put(target, positions, computed)
+        for target, computed_kv in ((keys, key_states), (values, value_states)):
+            _put(target, positions, computed_kv)
         return self._views() if may_preview else self._visible(None)  # a preview forgets nothing
 
     def _fill(
@@ -201,8 +201,8 @@ class DenseSource(KVBuffer, CacheLayerMixin):
     ) -> JoinedLayers | None:
         """Return this layer with the others of its KV cache group, restored and rotated; None if that is impossible."""
         plan, prefetch = restoring.plan, restoring.prefetch
-        if (earlier := prefetch.joined.pop(self.index, None)) is not None:
-            return earlier
+        if (joined_before := prefetch.joined.pop(self.index, None)) is not None:
+            return joined_before
         joined = prefetch.join(self.index, kind, pre_rope, partial(empty_buffer, like_keys))
         if joined is not None and kind.rotated:
             spans = [plan.restored_span(layer, 0) or (0, plan.num_positions) for layer in joined.layers]
@@ -324,13 +324,13 @@ class SlidingSource(DenseSource):
         self._forget_unseen()
 
 
-def _put(target: torch.Tensor, positions: torch.Tensor, computed: torch.Tensor) -> None:
+def _put(target: torch.Tensor, positions: torch.Tensor, computed_kv: torch.Tensor) -> None:
     """Write computed keys or values, `[batch, heads, n, dim]`, to some positions of `target`.
 
     Rows have the same positions, int64 `[n]`, or their own, `[batch, n]`. A repeated position gets the same values.
     """
     if positions.ndim == 1:
-        target.index_copy_(2, positions, computed)
+        target.index_copy_(2, positions, computed_kv)
     else:
         rows = torch.arange(len(positions), device=positions.device).unsqueeze(1)
-        target[rows, :, positions] = computed.transpose(1, 2)
+        target[rows, :, positions] = computed_kv.transpose(1, 2)

@@ -122,8 +122,8 @@ class SelectedSource(DenseSource):
         """
         most, skipped, budgets = plan.num_entries, plan.num_skipped, plan.row_budgets
         all_keys, all_values = self.extend(keys, values, plan.num_positions, skipped)
-        for target, computed in ((all_keys, keys), (all_values, values)):
-            target[:, :, most - keys.shape[2] :] = computed
+        for target, computed_kv in ((all_keys, keys), (all_values, values)):
+            target[:, :, most - keys.shape[2] :] = computed_kv
         self._own = [most - budget.computed for budget in budgets]
         self._empty = tuple(most - budget.entries for budget in budgets)
         # the model's mask hides padding, and what a row with all of its tokens lacks is padding
@@ -155,8 +155,8 @@ class SelectedSource(DenseSource):
         """See `DenseSource`. Offloaded positions are then selected like restored ones."""
         if not isinstance(self.decode_selector, WindowDecodeSelector):
             return
-        selector, held = self.decode_selector, self.held
-        counts = [selector.num_to_offload(row, held - own) for row, own in zip(self._rows, self._own, strict=True)]
+        selector, num_held = self.decode_selector, self.held
+        counts = [selector.num_to_offload(row, num_held - own) for row, own in zip(self._rows, self._own, strict=True)]
         if not any(counts):
             return
         rows, (keys, values) = list(self._rows), self._views()
@@ -172,9 +172,9 @@ class SelectedSource(DenseSource):
             if rows[row] is not None:
                 rows[row] = replace(rows[row], first=rows[row].first + new_own - own)
         state = self._without(self._own, counts, fewest)
-        left = tuple(count - fewest for count in empty)
+        unused = tuple(count - fewest for count in empty)
         # one atomic update, so that a Ctrl-C cannot leave positions held twice or not at all
-        self.__dict__.update(state, _rows=rows, _own=own_entries, _empty=left, unused=left if any(left) else ())
+        self.__dict__.update(state, _rows=rows, _own=own_entries, _empty=unused, unused=unused if any(unused) else ())
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         super().batch_select_indices(indices)
@@ -204,9 +204,9 @@ class SelectedSource(DenseSource):
         now = self.__dict__.copy()
         super().rollback(snapshot)
         if self.decode_selector is not None:
-            held = self.held
+            num_held = self.held
             self.__dict__.update({name: now[name] for name in ("_keys", "_values", "_start", "_shared", "_rows")})
-            self._stop = self._start + held
+            self._stop = self._start + num_held
             self.note_content()
 
     def reset(self) -> None:

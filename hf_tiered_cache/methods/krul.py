@@ -271,8 +271,8 @@ class Krul(PrefixMethod, ForConversation):
         pairs = nearest_pairs(layers, changes, target_pairs(len(layers), self.layers_shared), shared, self.change)
         if not pairs:
             idle.decision.refused_tokens = tokens_of(idle.readers)
-            moved = min(changes.flat, default=np.inf)
-            idle.decision.text = f"no layers share KV: a merge moves that of any two by {moved:.2g} or more, "
+            least_change = min(changes.flat, default=np.inf)
+            idle.decision.text = f"no layers share KV: a merge moves that of any two by {least_change:.2g} or more, "
             idle.decision.text += f"and the limit is {self.change:g}"
         return pairs
 

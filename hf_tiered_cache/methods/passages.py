@@ -178,7 +178,7 @@ class Passages(Method):
 
     def _selected_positions(self, context: PlanContext) -> Positions:
         """Return the positions of tokens that rows do not restore."""
-        restored = []
+        restored_masks = []
         for group in context.groups:
             passages = [piece for piece in group.pieces if not piece.exact]
             all_tokens = self._arrays("reused_tokens", self.reused_tokens(passages), len(passages), "passages")
@@ -186,8 +186,8 @@ class Passages(Method):
             for piece, tokens in zip(passages, all_tokens, strict=True):
                 positions = context.positions_of(group, piece)[tokens]
                 is_restored[positions[positions >= 0]] = True
-            restored.append(is_restored)
-        return context.without(restored)
+            restored_masks.append(is_restored)
+        return context.without(restored_masks)
 
 
 def sink_token(config: PreTrainedConfig) -> int | None:

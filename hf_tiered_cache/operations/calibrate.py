@@ -257,8 +257,8 @@ def _compute_growth(model: PreTrainedModel, ids: torch.Tensor, repeats: int) -> 
         positions = ForwardArguments.of(attachment).positions(chunk, cache.get_seq_length())
         return _seconds(lambda: attachment.forward(chunk, cache, logits_to_keep=1, **positions), model.device), cache
 
-    _, computed = continued([])
-    layers: list[Any] = computed.layers
+    _, computed_cache = continued([])
+    layers: list[Any] = computed_cache.layers
     tokens = chunk.shape[1]
     chunk_bytes = sum(kv.nbytes for layer in layers for kv in (layer.keys, layer.values))
     times = min(_CONTEXT, limit - tokens, _CONTEXT_BYTES * tokens // chunk_bytes) // tokens

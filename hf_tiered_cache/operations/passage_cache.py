@@ -72,9 +72,9 @@ def kept_lead(storage: Storage, attachment: Attachment, fingerprint: str, first:
     name = f"{fingerprint} lead {first} {tokens}"
     sound = list(filter(is_sound, records_of(storage, name)))
     if not sound:
-        made = [{"text": _tokenized(attachment)[-tokens:] or write(attachment, first, tokens)}]
+        lead = [{"text": _tokenized(attachment)[-tokens:] or write(attachment, first, tokens)}]
         writable = storage.disk.backend.writable
-        sound = change_records(storage, name, lambda saved: list(filter(is_sound, saved)) or made) if writable else made
+        sound = change_records(storage, name, lambda saved: list(filter(is_sound, saved)) or lead) if writable else lead
     return torch.tensor(sound[0]["text"])
 
 

@@ -133,10 +133,10 @@ class _Call:
         for document in labels or ():
             check_name(document, "document's label", most=1000)
         self.labels = list(dict.fromkeys(labels or ()))
-        cut = not varying_rope(self._like.attachment.config)  # otherwise RoPE frequencies may depend on the length
+        is_cut = not varying_rope(self._like.attachment.config)  # otherwise RoPE frequencies may depend on the length
         by_ids: dict[tuple[int, ...], _Passage] = {}
         for number, prompt in enumerate(prompts):
-            ids = prompt[: whole_tokens(len(prompt))] if cut and len(prompt) >= HASH_TOKENS else prompt
+            ids = prompt[: whole_tokens(len(prompt))] if is_cut and len(prompt) >= HASH_TOKENS else prompt
             passage = by_ids.setdefault(tuple(ids.tolist()), _Passage(ids, len(prompt)))
             passage.labels |= dict.fromkeys(labels[number : number + 1] if labels else ())
         self.passages = [passage for passage in by_ids.values() if passage.tokens]
@@ -186,7 +186,7 @@ class _Call:
         if isinstance(identity, str):
             return []
         fingerprint, facts = identity.fingerprint, identity.facts
-        made = f"{self._method.passages} {self._like.sink}"
+        made_with = f"{self._method.passages} {self._like.sink}"
         records = []
         for label in self.labels:
             tokens: dict[str, int] = {}  # a segment may store several passages that begin alike
@@ -195,7 +195,7 @@ class _Call:
                     name = passage_name(passage.row.chain)
                     tokens[name] = max(tokens.get(name, 0), passage.stored_tokens)
             stored = tuple(tokens), sum(tokens.values())
-            records.append(DocumentRecord(label, fingerprint, made, *stored, now, now, model=dict(facts)))
+            records.append(DocumentRecord(label, fingerprint, made_with, *stored, now, now, model=dict(facts)))
         return records
 
     def incomplete(self) -> list[str]:
@@ -260,8 +260,8 @@ def precompute_passages(
     storage.flush()
     call.find()
     call.rank(progress)
-    removed, kept = enter_documents(storage, call.records(), call.incomplete())
-    for document in kept:
+    removed, kept_labels = enter_documents(storage, call.records(), call.incomplete())
+    for document in kept_labels:
         logger.warning(
             "document %r was not replaced, because not all of its new passages could be stored; see the other "
             "warnings, and store it again",
@@ -273,10 +273,10 @@ def precompute_passages(
     storage.flush()
     stored = call.find()
     if pin:  # what no label names could not be found to be unpinned
-        named = [passage for passage in stored if not passage.labels or passage.labels.keys() - set(kept)]
+        named = [passage for passage in stored if not passage.labels or passage.labels.keys() - set(kept_labels)]
         storage.disk.pin({passage.row.id for passage in named if passage.row is not None})
     new = [passage for passage in stored if passage not in stored_before]
-    return replace(report, stored=sum(passage.stored_tokens for passage in new), removed=removed, kept=len(kept))
+    return replace(report, stored=sum(passage.stored_tokens for passage in new), removed=removed, kept=len(kept_labels))
 
 
 def _keep_scores(storage: Storage, segment_id: str, scores: RankingScores) -> None:

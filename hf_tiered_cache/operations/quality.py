@@ -123,7 +123,7 @@ def calibrate_quality(
         for method in budget_methods:
             settings = [replace(method, budget=budget, quality=None) for budget in shares]
             answers = _answers(scratch, model, prompts, settings, questions, bar.update, tag)
-            findings += [_finding(setting, made, full) for setting, made in zip(settings, answers, strict=True)]
+            findings += [_finding(setting, answer, full) for setting, answer in zip(settings, answers, strict=True)]
     keep_quality(storage, fingerprint_of(attach(model), tag), findings)
     return findings
 
@@ -196,5 +196,5 @@ def _answer(storage: Storage, model: torch.nn.Module, ids: torch.Tensor, method:
     readers = (storage.disk.reader(row.id) for row in storage.disk.index.rows())
     token_bytes = next((reader.shape.layout.bytes_per_token for reader in readers if reader is not None), 1)
     kv = max(1, stats.tokens_restored) * token_bytes  # as the model computes it
-    brought = (stats.details.bytes_delivered - stats.details.bytes_delivered_identifying) / kv
-    return _Answer(log_probs, brought, stats.details.index_bytes / kv, seconds)
+    share_loaded = (stats.details.bytes_delivered - stats.details.bytes_delivered_identifying) / kv
+    return _Answer(log_probs, share_loaded, stats.details.index_bytes / kv, seconds)

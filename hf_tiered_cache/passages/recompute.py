@@ -62,19 +62,19 @@ def fastest_ratio(seconds: Callable[[float], float], warm: float, width: float =
     warm = min(max(warm, low), high)
     distance = high - warm if high - warm > warm - low else low - warm
     second_probe = warm + (1 - _GOLDEN) * distance
-    left, right = sorted((warm, second_probe))
-    if at(left) <= at(right):
-        high = right
+    lower_probe, upper_probe = sorted((warm, second_probe))
+    if at(lower_probe) <= at(upper_probe):
+        high = upper_probe
     else:
-        low = left
-    left, right = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
+        low = lower_probe
+    lower_probe, upper_probe = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
     while high - low > width:
-        if at(left) <= at(right):
-            high, right = right, left
-            left = high - _GOLDEN * (high - low)
+        if at(lower_probe) <= at(upper_probe):
+            high, upper_probe = upper_probe, lower_probe
+            lower_probe = high - _GOLDEN * (high - low)
         else:
-            low, left = left, right
-            right = low + _GOLDEN * (high - low)
+            low, lower_probe = lower_probe, upper_probe
+            upper_probe = low + _GOLDEN * (high - low)
     return min(seconds_by_ratio, key=seconds_by_ratio.__getitem__)
 
 

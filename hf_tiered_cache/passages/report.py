@@ -64,12 +64,12 @@ class PassageReport:
         self._passages = [passage for passage in self._passages if passage.at]
         pieces = [(group.rows[0], piece) for group in groups for piece in group.pieces]
         for row, piece in [(row, piece) for row, piece in pieces if is_passage(piece.reader.header.provenance)]:
-            first, where = piece.first // HASH_TOKENS, (row, piece.reader)
-            later = next((entry for entry in self._passages[::-1] if entry.takes(*where, first, piece.at)), None)
-            if later is None:
-                self._passages.append(later := _Passage(*where))
+            first, key = piece.first // HASH_TOKENS, (row, piece.reader)
+            known_passage = next((entry for entry in self._passages[::-1] if entry.takes(*key, first, piece.at)), None)
+            if known_passage is None:
+                self._passages.append(known_passage := _Passage(*key))
             for number in range(piece.count // HASH_TOKENS):
-                later.at[first + number] = piece.at + number * HASH_TOKENS
+                known_passage.at[first + number] = piece.at + number * HASH_TOKENS
 
     def passage_stats(
         self, rows: Sequence[np.ndarray], hashers: Sequence[PassageHasher], begins: Sequence[int] | None
@@ -95,8 +95,8 @@ class PassageReport:
                 f"{len(parts) * HASH_TOKENS} tokens {reason}" for reason, parts in missing_parts.items()
             )
             num_found = len(passage.at) * HASH_TOKENS
-            found = PassageStats(passage.row, begin, tokens, num_found, reasons, reader.id, reader.header.label)
-            stats.append(found)
+            statistics = PassageStats(passage.row, begin, tokens, num_found, reasons, reader.id, reader.header.label)
+            stats.append(statistics)
         if begins is not None:
             for row, row_tokens in enumerate(rows):
                 starts = {entry.start for entry in stats if entry.row == row}

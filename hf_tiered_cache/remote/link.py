@@ -156,7 +156,7 @@ class LookUps:
 
         Prefix hashes are given in hexadecimal digits.
         """
-        known, unknown = self._known(names)
+        entries, unknown = self._known(names)
         if unknown:
             look_up = partial(self._look_up, unknown)
             if self.breaker.is_open:
@@ -168,13 +168,13 @@ class LookUps:
                     self._begin(look_up)
                 return SLOW
             try:
-                known |= self._threads.submit(look_up).result(limit)
+                entries |= self._threads.submit(look_up).result(limit)
             except (FutureTimeoutError, CancelledError):
                 self._failed(self.breaker, f"no answer within {limit:.3g} s")
                 return LATE
             except Exception:  # whatever a client library raises; it is counted
                 return FAILED
-        return list({entry.row.id: entry for entry in known.values()}.values())
+        return list({entry.row.id: entry for entry in entries.values()}.values())
 
     def forget(self, names: Sequence[str]) -> None:
         """Look up these prefix hashes again."""
@@ -194,15 +194,15 @@ class LookUps:
 
     def _known(self, names: Sequence[str]) -> tuple[dict[str, Entry], list[str]]:
         """Return the entries that are known to exist, and the names that are to be looked up."""
-        now, known, unknown = time.monotonic(), dict[str, Entry](), list[str]()
+        now, entries, unknown = time.monotonic(), dict[str, Entry](), list[str]()
         with self._lock:
             for name in names:
                 expires, entry = self._present.get(name, (0.0, None))
                 if entry is not None and expires > now and not entry.row.is_expired:
-                    known[name] = entry
+                    entries[name] = entry
                 elif self._absent.get(name, 0.0) <= now:
                     unknown.append(name)
-        return known, unknown
+        return entries, unknown
 
     def _look_up(self, names: list[str]) -> dict[str, Entry]:
         """Ask the remote for entries, and note the results and how long it took. Raises what the client raises."""

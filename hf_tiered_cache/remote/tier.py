@@ -130,11 +130,11 @@ class RemoteTier:
         prompt waits since `began`.
         """
         local, now = {row.id for row in rows}, time.monotonic()
-        others = [entry.row for entry in entries if entry.row.id not in local]
-        usable = [row for row in others if self._hidden.get(row.id, 0.0) <= now]
+        missing_rows = [entry.row for entry in entries if entry.row.id not in local]
+        usable = [row for row in missing_rows if self._hidden.get(row.id, 0.0) <= now]
         runs = longest_prefix(prefix_hashes, [*rows, *usable], start)
         if not {run.row.id for run in runs} - local:
-            return ABSENT if len(usable) == len(others) else UNUSABLE
+            return ABSENT if len(usable) == len(missing_rows) else UNUSABLE
         if self.fetch_breaker.is_open:
             if self.fetch_breaker.wants_probe():
                 self._fetch(next(run for run in runs if run.row.id not in local))  # nothing waits for it
@@ -318,9 +318,9 @@ def _groups(reader: SegmentReader, shape: SegmentShape) -> Iterator[Group]:
 
     try:
         reads = map(begin, shape.block_groups)
-        begun = next(reads, None)
-        while begun is not None:
-            (number, blocks, future), begun = begun, next(reads, None)
+        next_read = next(reads, None)
+        while next_read is not None:
+            (number, blocks, future), next_read = next_read, next(reads, None)
             future.result()
             lin64 = reader.digests[number]["lin64"][: len(blocks)].view("<i8")
             yield blocks if reader.header.seal is not None else PackedBlocks(blocks, lin64)

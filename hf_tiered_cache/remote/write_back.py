@@ -70,12 +70,12 @@ class WriteBack:
         try:
             yield
         finally:
-            held: list[str] = []
+            held_segments: list[str] = []
             with self._lock:
                 self._holding -= 1
                 if not self._holding:
-                    held, self._held = self._held, []
-            self.offer([segment_id for segment_id in held if self._disk.index.row(segment_id) is not None])
+                    held_segments, self._held = self._held, []
+            self.offer([segment_id for segment_id in held_segments if self._disk.index.row(segment_id) is not None])
 
     def offer(self, ids: Collection[str]) -> None:
         """Queue segments that were stored or pinned, unless they wait already. If the queue is full, count them."""
@@ -166,18 +166,18 @@ class WriteBack:
             return self._drop(_REFUSED)
         began = time.monotonic()
         try:
-            sent = send_segment(self._disk.backend, self._remote, segment_id, self._progress.step)
+            num_sent = send_segment(self._disk.backend, self._remote, segment_id, self._progress.step)
         except FileNotFoundError:
             if self._disk.backend.find(segment_id) is not None:
                 raise  # something is missing in the remote, such as the whole bucket
             return self._drop("it was evicted before it was sent")
         self._breaker.succeeded()
-        if sent is None:
+        if num_sent is None:
             return None
-        if not sent.nbytes:
+        if not num_sent.nbytes:
             return self._count(duplicate_writes=1)
-        self._sent(sent.names)
-        return self._count(segments_written=1, bytes_written=sent.nbytes, write_seconds=time.monotonic() - began)
+        self._sent(num_sent.names)
+        return self._count(segments_written=1, bytes_written=num_sent.nbytes, write_seconds=time.monotonic() - began)
 
     def _delete(self, row: SegmentRow) -> None:
         if self._is_refused:

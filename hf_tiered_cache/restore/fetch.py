@@ -180,26 +180,26 @@ class Fetcher:
 
     def finish(self, units: Iterable[FetchUnit]) -> None:
         """Record the I/O of `units` and what it was used for, and release their blocks."""
-        brought, identifying = 0, 0
+        bytes_delivered, bytes_identifying = 0, 0
         for unit in units:
             size, num_chunks = unit.block_group.block_bytes, sum(len(blocks.chunks) for blocks in unit.fetched)
-            brought += num_chunks * size
+            bytes_delivered += num_chunks * size
             if unit.identifies:
-                identifying += max(0, num_chunks - len(unit.attended)) * size
+                bytes_identifying += max(0, num_chunks - len(unit.attended)) * size
             if unit.from_disk:
-                read = np.concatenate([blocks.from_disk for blocks in unit.fetched])
-                used = unit.reader.shape.chunks_of(unit.block_group, unit.tokens_used())
-                unused = int((~np.isin(read, used)).sum()) * size
+                chunks_read = np.concatenate([blocks.from_disk for blocks in unit.fetched])
+                chunks_used = unit.reader.shape.chunks_of(unit.block_group, unit.tokens_used())
+                unused = int((~np.isin(chunks_read, chunks_used)).sum()) * size
                 figure = "bytes_identifying" if unit.identifies else "bytes_superseded"
-                self.collector.add(bytes_used=unit.bytes_used(read), **{figure: unused})
+                self.collector.add(bytes_used=unit.bytes_used(chunks_read), **{figure: unused})
             self._ahead.pop(unit, None)
             for handle in unit.handles:
                 self._release(handle)
             unit.handles.clear()
             unit.fetched.clear()
             unit.from_disk, unit.blocks = False, NO_BLOCKS  # releases the memory
-        if brought:
-            self.collector.add(bytes_delivered=brought, bytes_delivered_identifying=identifying)
+        if bytes_delivered:
+            self.collector.add(bytes_delivered=bytes_delivered, bytes_delivered_identifying=bytes_identifying)
 
     def _release(self, handle: BlockHandle) -> None:
         """Drop one unit's reference to a block handle, and release the handle with the last one."""

@@ -176,8 +176,8 @@ class Gather:
             slot, inside, position, head = to_device(np.ascontiguousarray(entries), slab.device)
             positions = entries[2]
             side_by_side = not per_head and bool((np.diff(positions) == 1).all())
-            where = slice(int(positions[0]), int(positions[-1]) + 1) if side_by_side else position
-            yield _Picked(slab, slot, inside, where, head if per_head else None)
+            target_positions = slice(int(positions[0]), int(positions[-1]) + 1) if side_by_side else position
+            yield _Picked(slab, slot, inside, target_positions, head if per_head else None)
 
 
 def gather_chunks(

@@ -59,8 +59,8 @@ class Plan:
     def with_recompute_lengths(self, lengths: Sequence[int]) -> RecomputePlan:
         """Return this plan with a recomputed prefix per layer. Every layer of this plan computes exactly the suffix."""
         suffix = self.computed[0]
-        computed = {length: np.concatenate([np.arange(length), suffix]) for length in set(lengths)}
-        by_layer = tuple(computed[length] for length in lengths)
+        positions_by_length = {length: np.concatenate([np.arange(length), suffix]) for length in set(lengths)}
+        by_layer = tuple(positions_by_length[length] for length in lengths)
         return RecomputePlan(self.base, self.num_positions, by_layer, self.groups, tuple(lengths))
 
     @cached_property
@@ -118,8 +118,8 @@ class Plan:
         if (span := self.restored_span(layers[-1], window)) is not None:
             return np.arange(max(low, span[0] - start), min(high, span[1] - start))
         tokens = np.arange(low, high)
-        computed = of_row(self.computed[layers[-1]], group.rows[0])
-        return tokens[~np.isin(tokens + start, computed, assume_unique=True)]
+        computed_positions = of_row(self.computed[layers[-1]], group.rows[0])
+        return tokens[~np.isin(tokens + start, computed_positions, assume_unique=True)]
 
     def restores_alike(self, layers: Sequence[int]) -> bool:
         """Return whether full-attention layers may get the same stored tokens, and overwrite what they compute."""
@@ -137,12 +137,12 @@ class Plan:
         shape = piece.reader.shape
         if shape.tables is None or shape.whole:
             return
-        held = group.held_by_any(piece)
+        is_held = group.held_by_any(piece)
         for layer, kind in enumerate(shape.layout.layers):
             if kind is None or not self.restores_all(kind.window):
                 continue
-            needed = self._needed_tokens(kind.window, (layer,), group, piece)
-            if not held[layer][needed - piece.first].all():
+            needed_tokens = self._needed_tokens(kind.window, (layer,), group, piece)
+            if not is_held[layer][needed_tokens - piece.first].all():
                 raise ValueError(f"segment {piece.reader.id} lacks tokens of layer {layer} that the plan restores")
 
     @cached_property

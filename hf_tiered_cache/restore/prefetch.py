@@ -150,7 +150,7 @@ class Prefetch:
         memory = allocate(parts.count, plan.num_positions)  # [layers * 2, heads, capacity, dim]
         gather.copy_joined(parts, memory)
         joined = JoinedLayers(layers, memory.unflatten(0, (len(layers), 2)), like)
-        self.joined.update({other: joined for other in layers if other != layer})
+        self.joined.update({joined_layer: joined for joined_layer in layers if joined_layer != layer})
         return joined
 
     def done(self, layer: int) -> None:
@@ -190,11 +190,11 @@ class Prefetch:
             self._in_flight_bytes += unit.nbytes
             self._furthest = unit.block_group.layers[0]
             units.append(unit)
-        later = [(unit, unit.chunks) for unit in (*units, *reversed(self._waiting))]
+        later_requests = [(unit, unit.chunks) for unit in (*units, *reversed(self._waiting))]
         for _, batch in groupby(units, lambda unit: unit.block_group.layers[0]):  # a layer waits only for its own batch
             requests = [(unit, unit.chunks) for unit in batch]
-            later = later[len(requests) :]
-            self.fetcher.fetch(requests, later=later)
+            later_requests = later_requests[len(requests) :]
+            self.fetcher.fetch(requests, later=later_requests)
         self.fetcher.collector.expect_reads(bool(self._waiting))
 
     def _may_start(self, unit: PlanUnit) -> bool:
@@ -251,10 +251,10 @@ def restore_layer(
         for part in block_group.parts:
             if part.layer == layer:
                 gather.copy(part, (keys if part.tensor == "key" else values)[row])
-    low, restored = plan.restored_span(layer, kind.window) or (0, plan.num_positions)
+    low, end_restored = plan.restored_span(layer, kind.window) or (0, plan.num_positions)
     for group in plan.groups:
         begin = max(0, group.pad - plan.base - first_position, low - first_position)  # where the row's tokens begin
-        end = restored - first_position
+        end = end_restored - first_position
         first_row = group.rows[0]
         if begin < end and kind.rotated:
             rotated = keys if kind.rotated == "key" else values

@@ -70,7 +70,7 @@ def places(subset: Positions, superset: Positions) -> Positions | None:
         return np.searchsorted(superset, subset)
     rows = max(len(positions) for positions in (subset, superset) if positions.ndim == 2)
     wide = (np.broadcast_to(positions, (rows, positions.shape[-1])) for positions in (superset, subset))
-    return np.stack([np.searchsorted(theirs, row) for theirs, row in zip(*wide, strict=True)])
+    return np.stack([np.searchsorted(row_positions, row) for row_positions, row in zip(*wide, strict=True)])
 
 
 @dataclass(frozen=True)
@@ -115,13 +115,13 @@ class RowGroup:
 
     def held_by_any(self, piece: SegmentSlice) -> np.ndarray:
         """Return the tokens of a piece that can be restored from any piece of the row, bool `[layers, count]`."""
-        held = piece.held
+        mask = piece.held
         for other in self.pieces:
             start, stop = max(piece.at, other.at), min(piece.stop, other.stop)
             if other is not piece and start < stop:
-                held = held.copy()
-                held[:, start - piece.at : stop - piece.at] |= other.held[:, start - other.at : stop - other.at]
-        return held
+                mask = mask.copy()
+                mask[:, start - piece.at : stop - piece.at] |= other.held[:, start - other.at : stop - other.at]
+        return mask
 
 
 def count_tokens(groups: Sequence[RowGroup], base: int, positions: Positions) -> int:
@@ -196,18 +196,18 @@ class PlanContext:
                 is_restored[positions[positions >= 0]] = True
         return is_restored
 
-    def without(self, restored: Sequence[np.ndarray]) -> Positions:
+    def without(self, is_restored: Sequence[np.ndarray]) -> Positions:
         """Return the positions to compute if rows restore other positions, bool `[positions]` for each group of rows.
 
         Rows share their positions if everything restored is exact: each layer then computes a suffix, which is recorded
         completely, with the same bits as in any other pass over it.
         """
         if all(piece.exact for group in self.groups for piece in group.pieces):
-            restored = [np.logical_and.reduce(restored)] * len(restored)
-        computed = [~mask for mask in restored]
-        for mask in computed:
+            is_restored = [np.logical_and.reduce(is_restored)] * len(is_restored)
+        is_computed = [~mask for mask in is_restored]
+        for mask in is_computed:
             mask[self.num_positions - self.must_compute :] = True
-        return self.for_rows([np.flatnonzero(mask) for mask in computed])
+        return self.for_rows([np.flatnonzero(mask) for mask in is_computed])
 
     def for_rows(self, positions: Sequence[np.ndarray]) -> Positions:
         """Return the positions of each group of rows, combined for all rows."""

@@ -110,7 +110,7 @@ class Streams:
 
     def seconds(self, lengths: np.ndarray) -> np.ndarray:
         """Return the seconds that the prompt takes, float `[n]`, for recomputed prefixes, int64 `[n, layers]`."""
-        computed = self.suffix + self.compute(lengths) + self.restore * (self.tokens - lengths)  # [n, layers]
+        computed_by = self.suffix + self.compute(lengths) + self.restore * (self.tokens - lengths)  # [n, layers]
         finished, loaded = np.zeros(len(lengths)), np.zeros(len(lengths))
         waiting = list(self.loads)
         for layer in range(lengths.shape[1]):
@@ -118,7 +118,7 @@ class Streams:
                 load = waiting.pop(0)
                 loaded = loaded + load.seconds_after(lengths[:, load.layers[-1]])
                 finished = np.maximum(finished, loaded)
-            finished = finished + computed[:, layer]
+            finished = finished + computed_by[:, layer]
         return finished
 
 

@@ -266,37 +266,37 @@ class DecodeSelection:
         order = np.lexsort((fetched.chunks, fetched.heads))
         if state.offloaded is not None:
             order = order[fetched.chunks[order] < state.offloaded.first]
-        restored = Fetches(*(values[order] for values in fetched))
-        counts = np.bincount(restored.heads, minlength=len(chunks))
-        place = np.arange(len(order)) - (counts.cumsum() - counts)[restored.heads]
+        restores = Fetches(*(values[order] for values in fetched))
+        counts = np.bincount(restores.heads, minlength=len(chunks))
+        place = np.arange(len(order)) - (counts.cumsum() - counts)[restores.heads]
         tokens = np.zeros((len(chunks), counts.max(), size), np.int64)
-        tokens[restored.heads, place] = restored.chunks[:, None] * size + np.arange(size)
+        tokens[restores.heads, place] = restores.chunks[:, None] * size + np.arange(size)
         prefix = self._decode_selector.prefixes[state.prefix]
         row_tokens = RowTokens(prefix, tokens.reshape(len(chunks), -1), counts * size)
         requests = self._table.want(row_tokens, layers) if len(order) else []
-        return _Update(row, state, moves, restored, place, row_tokens, requests)
+        return _Update(row, state, moves, restores, place, row_tokens, requests)
 
     def _move(self, update: _Update, layer: int, keys: torch.Tensor, values: torch.Tensor, rotate_: Rotate) -> None:
         """Exchange chunks in `[kv_heads, entries, dim]`, a row's positions, with those set aside; copy fetched ones."""
-        state, (_, brought, set_aside, fetched, _) = update.state, update.moves
+        state, (_, loaded_chunks, set_aside, fetched, _) = update.state, update.moves
         slots, size, device = state.window.num_slots, state.size, keys.device
         if state.aside is None and slots:
             state.aside = (keys.new_empty(slots, size, keys.shape[2]), values.new_empty(slots, size, values.shape[2]))
         targets = [_chunk_rows(tensor, state.first, state.window.num_columns, size) for tensor in (keys, values)]
         stride = targets[0][1]  # rows from one head to the next, in keys and values
         is_computed = fetched.chunks >= (state.window.num_chunks if state.offloaded is None else state.offloaded.first)
-        computed = Fetches(*(indices[is_computed] for indices in fetched))
-        restored, source, *chunks_of = self._restore(update, layer, keys, values, rotate_)
+        offloads = Fetches(*(indices[is_computed] for indices in fetched))
+        restores, source, *chunks_of = self._restore(update, layer, keys, values, rotate_)
         parts = [
-            *(brought.heads * stride + brought.columns, brought.slots),
+            *(loaded_chunks.heads * stride + loaded_chunks.columns, loaded_chunks.slots),
             *(set_aside.heads * stride + set_aside.columns, set_aside.slots),
-            *(restored.heads * stride + restored.columns, source),
-            computed.heads * stride + computed.columns,
+            *(restores.heads * stride + restores.columns, source),
+            offloads.heads * stride + offloads.columns,
         ]
         on_device = to_device(np.concatenate(parts), device).split([len(indices) for indices in parts])
         b_row, b_slot, s_row, s_slot, r_row, r_source, c_row = on_device
         offloaded = (
-            state.offloaded.get(computed.heads, computed.chunks, device) if state.offloaded and len(c_row) else None
+            state.offloaded.get(offloads.heads, offloads.chunks, device) if state.offloaded and len(c_row) else None
         )
         for index, (rows, _) in enumerate(targets):
             if state.aside is not None:
@@ -319,26 +319,26 @@ class DecodeSelection:
             Chunks to copy to the row's positions; the index of each in the tensors that follow, int64 `[n]`, or nothing
                 if they are in this order; and rotated keys and values, `[m, chunk_tokens, dim]` each.
         """
-        restored, tokens, size = update.restored, update.tokens, update.state.size
-        in_order = restored.heads[:0]
+        restores, tokens, size = update.restored, update.tokens, update.state.size
+        in_order = restores.heads[:0]
         if not update.requests:
-            return restored, in_order, keys, values
+            return restores, in_order, keys, values
         row, heads = tokens.row, len(keys)
         if (blocks := self._table.copy_chunks(tokens, layer, size, heads)) is not None:
             chunk_keys, chunk_values, order = blocks
-            restored = Fetches(*(indices[order] for indices in restored))
-            positions = (restored.chunks[:, None] * size + np.arange(size)).reshape(1, -1)
-            rotate_(chunk_keys.view(1, -1, chunk_keys.shape[2]), positions, row.tokens, restored.heads.repeat(size))
-            return restored, in_order, chunk_keys, chunk_values
+            restores = Fetches(*(indices[order] for indices in restores))
+            positions = (restores.chunks[:, None] * size + np.arange(size)).reshape(1, -1)
+            rotate_(chunk_keys.view(1, -1, chunk_keys.shape[2]), positions, row.tokens, restores.heads.repeat(size))
+            return restores, in_order, chunk_keys, chunk_values
         width = tokens.tokens.shape[1]
         fetched = [tensor.new_empty(heads, width, tensor.shape[2]) for tensor in (keys, values)]
         self._table.restore(tokens, layer, fetched[0], fetched[1], rotate_)
         place = update.place
         if len(tokens.tokens) < heads:  # one set for all heads
             of_heads = np.arange(heads).repeat(len(place))
-            restored, place = Fetches(of_heads, *(np.tile(part, heads) for part in restored[1:])), np.tile(place, heads)
-        source = restored.heads * (width // size) + place
-        return restored, source, *(tensor.view(-1, size, tensor.shape[2]) for tensor in fetched)
+            restores, place = Fetches(of_heads, *(np.tile(part, heads) for part in restores[1:])), np.tile(place, heads)
+        source = restores.heads * (width // size) + place
+        return restores, source, *(tensor.view(-1, size, tensor.shape[2]) for tensor in fetched)
 
 
 def _chunk_rows(columns: torch.Tensor, first: int, chunks: int, size: int) -> tuple[torch.Tensor, int]:

@@ -118,14 +118,14 @@ class RowTokens:
 
         An entry is the index of the first held token in the set, and the held tokens, counted in the segment.
         """
-        held = {}
+        tokens_inside = {}
         for piece in self.row.pieces:
             spans = [np.searchsorted(tokens, (piece.at, piece.at + piece.count)).tolist() for tokens in self.sets]
-            held[piece.at] = [
+            tokens_inside[piece.at] = [
                 (low, tokens[low:high] - piece.at + piece.first)
                 for tokens, (low, high) in zip(self.sets, spans, strict=True)
             ]
-        return held
+        return tokens_inside
 
     def held(self, layers: Collection[int]) -> list[tuple[SegmentSlice, BlockGroup, list[HeldSet]]]:
         """Return each segment slice, and each KV cache group that `layers` restore from, with what they hold."""
@@ -137,11 +137,11 @@ class RowTokens:
 
     def in_group(self, piece: SegmentSlice, block_group: BlockGroup) -> list[HeldSet]:
         """Return what a segment slice and a KV cache group hold of each set."""
-        held, parts = self.inside[piece.at], block_group.parts
-        if len(held) == 1:
-            return [(-1, *held[0])]
+        tokens_inside, parts = self.inside[piece.at], block_group.parts
+        if len(tokens_inside) == 1:
+            return [(-1, *tokens_inside[0])]
         first, stop = min(part.first_head for part in parts), max(part.first_head + part.heads for part in parts)
-        return [(head, *held[head]) for head in range(first, min(stop, len(held)))]
+        return [(head, *tokens_inside[head]) for head in range(first, min(stop, len(tokens_inside)))]
 
 
 @dataclass(eq=False)
@@ -305,13 +305,13 @@ def _gather_key(tokens: RowTokens, unit: FetchUnit) -> Hashable:
 
 def _gather_of(tokens: RowTokens, units: Sequence[FetchUnit]) -> Gather:
     """Return the gather of the tokens that units of one key hold."""
-    held = [
+    tokens_held = [
         (unit, *held_set)
         for unit, piece in itertools.product(units, tokens.row.pieces)
         for held_set in (tokens.in_group(piece, unit.block_group) if piece.reader is unit.reader else ())
     ]
     gather = Gather(units[0].reader.shape, units[0].block_group)
-    for unit, head, first, inside in held:
+    for unit, head, first, inside in tokens_held:
         positions = np.arange(first, first + len(inside))
         gather.add(unit.reader.shape, unit.blocks, inside, positions, head, unit.block_group)
     return gather

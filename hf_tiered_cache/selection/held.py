@@ -201,7 +201,7 @@ class Window:
         aside_indices = np.flatnonzero(source != self._absent_place)
         fetched = Fetches(heads[fetch_indices], chunks[fetch_indices], columns[fetch_indices])
         slots = source[aside_indices] - self._all_columns
-        brought = Transfers(heads[aside_indices], chunks[aside_indices], columns[aside_indices], slots)
+        loaded_chunks = Transfers(heads[aside_indices], chunks[aside_indices], columns[aside_indices], slots)
 
         # columns that lose an entry; before the first step all are empty
         vacated = targets if self._filled else targets[:0]
@@ -212,20 +212,20 @@ class Window:
         evicted = Evictions(entries >> _HEAD_SHIFT, entries & _CHUNK)
         chunks = self._entries[vacated[survivors]] & _CHUNK
         set_aside = Transfers(heads[survivors], chunks, columns[survivors], self._slots(occupied, heads[survivors]))
-        return Moves(self._step, brought, set_aside, fetched, evicted)
+        return Moves(self._step, loaded_chunks, set_aside, fetched, evicted)
 
     def commit(self, moves: Moves) -> None:
         """Apply the moves of `plan` after memory was updated. Raises ValueError if they belong to another step."""
         if moves.step != self._step:
             raise ValueError(f"the moves belong to step {moves.step}, but the window is at step {self._step}")
-        _, brought, set_aside, fetched, evicted = moves
+        _, loaded_chunks, set_aside, fetched, evicted = moves
         # Evictions first: a head that keeps nothing may fetch the same chunk again in this step. Every place that an
         # entry leaves is overwritten: at least as many entries enter the aside slots as leave, or all slots are full.
         self._place[evicted.heads * self._stride + evicted.chunks] = self._absent_place
         slots = set_aside.slots + self._all_columns
         self._entries[slots] = _pack(set_aside.heads, self._step - 1, set_aside.chunks)
         self._place[set_aside.heads * self._stride + set_aside.chunks] = slots
-        for transfers in (brought, fetched):
+        for transfers in (loaded_chunks, fetched):
             targets = transfers.heads * self.num_columns + transfers.columns
             self._entries[targets] = _pack(transfers.heads, 0, transfers.chunks)
             self._place[transfers.heads * self._stride + transfers.chunks] = targets

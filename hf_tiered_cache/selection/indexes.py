@@ -159,10 +159,10 @@ class RowIndexes:
         self._keep()
         self._merge()
         runs = [run for runs in self._runs.values() for run in runs]
-        used = {id(run.index): run.index for run in runs}  # rows share indexes, which count once
-        held = {id(run.held): run.held for run in runs}
+        in_use = {id(run.index): run.index for run in runs}  # rows share indexes, which count once
+        in_memory = {id(run.held): run.held for run in runs}
         nbytes, held_bytes = (
-            sum(index.nbytes for index in indexes.values() if index is not None) for indexes in (used, held)
+            sum(index.nbytes for index in indexes.values() if index is not None) for indexes in (in_use, in_memory)
         )
         self._fetcher.collector.add(index_bytes=nbytes)
         return not 0 < self._index_cache.budget < held_bytes
@@ -275,9 +275,9 @@ class RowIndexes:
             collector = self._fetcher.collector
             with collector.timing("stall_seconds"):
                 indexes = self._sidecars.find(piece.reader, self._kind, self.chunk_tokens)
-            read = sum(index.nbytes for index in indexes.values())
-            collector.add(bytes_read=read, bytes_identifying=read)
-            collector.add(bytes_delivered=read, bytes_delivered_identifying=read)
+            bytes_read = sum(index.nbytes for index in indexes.values())
+            collector.add(bytes_read=bytes_read, bytes_identifying=bytes_read)
+            collector.add(bytes_delivered=bytes_read, bytes_delivered_identifying=bytes_read)
             self._stored_indexes[piece.reader] = indexes
         if (index := self._stored_indexes[piece.reader].pop(layer, None)) is not None:
             self._set(run, self._admit([_whole(piece)], layer, index.to(self._fetcher.device_of(layer))))
@@ -295,11 +295,11 @@ class RowIndexes:
             self._built_readers.add(piece.reader)
 
     @staticmethod
-    def _set(run: _Run, whole: DecodeIndex | None) -> None:
+    def _set(run: _Run, index: DecodeIndex | None) -> None:
         """Set the index of a slice from that of its whole segment."""
         piece = run.pieces[0]
-        run.held = whole
-        run.index = whole if whole is None or _is_whole(piece) else whole.part(piece.first, piece.count)
+        run.held = index
+        run.index = index if index is None or _is_whole(piece) else index.part(piece.first, piece.count)
 
     def _admit(
         self, pieces: Sequence[SegmentSlice], layer: int, index: DecodeIndex, replaced: Sequence[IndexKey] = ()
@@ -312,8 +312,8 @@ class RowIndexes:
         return shared
 
     def _key(self, pieces: Sequence[SegmentSlice], layer: int) -> IndexKey:
-        made = f"{self._kind.__name__} {self.chunk_tokens}"
-        owners = ((piece.reader.id, layer, piece.reader.header.digests.digest, made) for piece in pieces)
+        made_with = f"{self._kind.__name__} {self.chunk_tokens}"
+        owners = ((piece.reader.id, layer, piece.reader.header.digests.digest, made_with) for piece in pieces)
         return tuple((owner, piece.first, piece.count) for owner, piece in zip(owners, pieces, strict=True))
 
 

@@ -90,8 +90,8 @@ class SelectiveRestore:
         self._prefetches = frozenset(prefetches) - ({"keys"} if streams_keys else set())
         self._decode_selector: DecodeSelector | None = None
         if reselect:
-            held = [budget.held for budget in plan.budgets]
-            common = self.residency, fetcher.device_of, self._periods, self._rows, held
+            num_held = [budget.held for budget in plan.budgets]
+            common = self.residency, fetcher.device_of, self._periods, self._rows, num_held
             if isinstance(selector, ByIndex):
                 assert self._indexes is not None
                 self._decode_selector = WindowDecodeSelector(*common, selector, self._indexes)
@@ -176,7 +176,7 @@ class SelectiveRestore:
         layer, indexes = self._periods[number][0], self._indexes
         self._scanned_groups.clear()
         with self.collector.timing("select_seconds", stalls="select_stall_seconds"):
-            chosen: dict[int, RowTokens] = {}
+            by_place: dict[int, RowTokens] = {}
             for place, row in self._selecting.items():
                 budget = self.plan.budgets[place]
                 queries = min(budget.computed, self.observed) if budget.streamed else budget.computed
@@ -193,15 +193,15 @@ class SelectiveRestore:
                 choice = self.selector.choose(request)
                 check_mass(self.selector, choice, request, self._method)
                 check_selection(self.selector, choice.tokens, request)
-                chosen[place] = RowTokens(row, choice.tokens)
+                by_place[place] = RowTokens(row, choice.tokens)
                 if self._importance is not None:
                     for piece, sharing in product(row.pieces, self._periods[number]):
                         tokens = slice(piece.first, piece.first + piece.count)
                         mass = choice.mass[:, piece.at : piece.stop]
                         self._importance.note(piece.reader.id, piece.reader.shape, sharing, tokens, mass)
-                attention = attention_of(chosen[place], choice.mass, self._periods[number], self._scanned_groups)
+                attention = attention_of(by_place[place], choice.mass, self._periods[number], self._scanned_groups)
                 self.residency.note_attention(attention)
-        self._selected[number] = [chosen.get(place) or row.all_tokens for place, row in enumerate(self._rows)]
+        self._selected[number] = [by_place.get(place) or row.all_tokens for place, row in enumerate(self._rows)]
         if indexes is None:
             self._tables[number].finish_keys()
 

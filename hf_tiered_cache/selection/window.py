@@ -118,10 +118,10 @@ class ByIndex(Selector):
 
     def candidates(self, ranked: np.ndarray, span: Span) -> np.ndarray:
         """Return the selectable chunks of rankings, int64 `[..., n]`, in their order, cut to the shortest row."""
-        restored, offloaded = span.candidates, span.offloaded
-        excluded = (ranked < restored.start) | (ranked >= restored.stop)
-        if len(offloaded):
-            excluded &= (ranked < offloaded.start) | (ranked >= offloaded.stop)
+        restored_chunks, offloaded_chunks = span.candidates, span.offloaded
+        excluded = (ranked < restored_chunks.start) | (ranked >= restored_chunks.stop)
+        if len(offloaded_chunks):
+            excluded &= (ranked < offloaded_chunks.start) | (ranked >= offloaded_chunks.stop)
         order = excluded.argsort(axis=-1, kind="stable")
         return np.take_along_axis(ranked, order, -1)[..., : ranked.shape[-1] - int(excluded.sum(axis=-1).max())]
 
@@ -171,12 +171,12 @@ class WindowDecodeSelector(DecodeSelector):
             choices[row] = pool[:, : span.chunks], pool
         return choices
 
-    def num_to_offload(self, row: HeldChunks | None, computed: int) -> int:
-        """Return how many of the `computed` tokens that a layer holds of a row to offload now, the oldest first.
+    def num_to_offload(self, row: HeldChunks | None, num_computed: int) -> int:
+        """Return how many of the `num_computed` tokens that a layer holds of a row to offload now, the oldest first.
 
         The last `selector.local` tokens stay; all stay if the row does not select (None).
         """
-        excess = max(0, computed - max(1, self.selector.local)) if row is not None else 0
+        excess = max(0, num_computed - max(1, self.selector.local)) if row is not None else 0
         return excess // INDEXED_TOKENS * INDEXED_TOKENS
 
     def offload(self, row: HeldChunks, keys: torch.Tensor, values: torch.Tensor) -> HeldChunks:

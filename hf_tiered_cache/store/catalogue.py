@@ -120,8 +120,8 @@ _COLUMNS = ", ".join(field.name for field in fields(SegmentRow)).replace("valid_
 class Catalogue(Database):
     """Table of the segments of one store."""
 
-    def _rows(self, where: str, *args: Any) -> list[SegmentRow]:
-        return _rows_of(self.execute(f"SELECT {_COLUMNS} FROM segments {where}", *args))
+    def _rows(self, condition: str, *args: Any) -> list[SegmentRow]:
+        return _rows_of(self.execute(f"SELECT {_COLUMNS} FROM segments {condition}", *args))
 
     # --- reading
 

@@ -167,12 +167,12 @@ def _fault(name: str, part: object) -> str:
     if codec.lossless:
         return "it is lossless, and only raw may be: exact KV is stored unchanged"
     tensor = torch.linspace(-1, 1, 2 * 3 * 64).view(2, 3, 64)
-    given = tensor.clone()
+    original = tensor.clone()
     try:
-        encoded = checked_encode(codec, given)
+        encoded = checked_encode(codec, original)
         decoded = checked_decode(codec, encoded, tensor.dtype, tensor.shape[-1])
         alone = checked_encode(codec, tensor[:1, 1:2].clone())
-        if not torch.equal(given, tensor):
+        if not torch.equal(original, tensor):
             return "encode changes the tensor that it gets"
         if not all(map(torch.equal, (part[:1, 1:2] for part in encoded), alone)):
             return "it encodes a token of a head differently if others are encoded with it, or at each call"

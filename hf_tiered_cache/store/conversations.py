@@ -200,7 +200,7 @@ def _describe(
         if row is None or row.position > tokens or row.is_expired:
             break
         tokens = row.position + row.usable_tokens
-    used = record.suspended if holder is None or holder.since is None else holder.since
+    last_use = record.suspended if holder is None or holder.since is None else holder.since
     return ConversationInfo(
         id=record.id,
         model=dict(record.model),
@@ -214,7 +214,7 @@ def _describe(
         segments=list(record.segments),
         evicted=[segment for segment in record.segments if segment not in stored_rows],
         created=record.created,
-        used=used,
+        used=last_use,
         in_use_by=None if holder is None else holder.pid or 0,
         in_use_since=None if holder is None else holder.since,
         merging=record.merging,

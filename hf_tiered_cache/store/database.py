@@ -113,9 +113,9 @@ class Database:
             return self.close()
         with _databases.locked() as databases:
             self.users -= 1
-            ours = [folder for folder, database in databases.items() if database is self]
-            if ours and not self.users:  # otherwise it is the parent's
-                del databases[ours[0]]
+            own_folders = [folder for folder, database in databases.items() if database is self]
+            if own_folders and not self.users:  # otherwise it is the parent's
+                del databases[own_folders[0]]
                 self.close()
 
     def run(self, action: Callable[[sqlite3.Connection], _T]) -> _T:

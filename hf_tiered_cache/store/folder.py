@@ -136,10 +136,10 @@ class FolderBackend(SegmentBackend):
 
     def pinned(self) -> set[str]:
         try:
-            found = {name: self.files.find(PIN, name) for name in self.files.names(PIN)}
+            pins = {name: self.files.find(PIN, name) for name in self.files.names(PIN)}
         except FileNotFoundError:
             return set()
-        return {name for name, pin in found.items() if pin is not None and S_ISREG(pin.st_mode) and not pin.st_size}
+        return {name for name, pin in pins.items() if pin is not None and S_ISREG(pin.st_mode) and not pin.st_size}
 
     # --- space
 

@@ -70,8 +70,8 @@ class HedgedReads:
         while not first.done():
             with self._lock:
                 limit = self._limit()
-                left = limit + (began[0] - time.monotonic() if began else 0.0)
-                is_hedged = left <= 0 and self._allowed >= 1
+                seconds_left = limit + (began[0] - time.monotonic() if began else 0.0)
+                is_hedged = seconds_left <= 0 and self._allowed >= 1
                 self._allowed -= is_hedged
                 self.hedged += is_hedged
             if is_hedged:
@@ -83,7 +83,7 @@ class HedgedReads:
                 with self._lock:
                     self.won += answer is not first
                 return _result_of(answer)
-            wait([first], left if 0 < left < math.inf else None)
+            wait([first], seconds_left if 0 < seconds_left < math.inf else None)
         return _result_of(first)
 
     def _limit(self) -> float:

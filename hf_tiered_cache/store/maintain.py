@@ -217,22 +217,22 @@ def gc(store: SegmentStore, replaced: Mapping[str, int] | None = None, *, dry_ru
             report.expired = store.remove(expired, "expired_segments")
             report.damaged = store.remove(damaged)
         quota = store.limits.quota
-        used = 0 if quota is None else store.used_bytes() - (report.freed_bytes if dry_run else 0)
-        if quota is not None and (over := store.limits.overflow(used)) > 0:
+        usage = 0 if quota is None else store.used_bytes() - (report.freed_bytes if dry_run else 0)
+        if quota is not None and (over := store.limits.overflow(usage)) > 0:
             while True:
-                candidates, known = store.victims(over, but=spared | unreadable.keys()), len(unreadable)
+                candidates, num_unreadable = store.victims(over, but=spared | unreadable.keys()), len(unreadable)
                 _readable(store, [name for name, _ in candidates], unreadable)
-                if len(unreadable) == known:
+                if len(unreadable) == num_unreadable:
                     break
-            least = used - sum(nbytes for _, nbytes in candidates)
-            if least > quota:
+            floor = usage - sum(nbytes for _, nbytes in candidates)
+            if floor > quota:
                 report.not_evicted = (
-                    f"without its unpinned segments, {store.place} would still use {least} bytes, more than the quota "
+                    f"without its unpinned segments, {store.place} would still use {floor} bytes, more than the quota "
                     f"of {quota}, so none is evicted; raise the quota, or unpin segments"
                 )
             else:
                 victims = [name for name, _ in candidates]
-                report.evicted, report.freed_bytes = len(victims), report.freed_bytes + used - least
+                report.evicted, report.freed_bytes = len(victims), report.freed_bytes + usage - floor
                 report.deleted |= _files(store, victims, "least recently used")
                 if not dry_run:
                     store.remove(victims, "evicted_segments")

@@ -171,14 +171,14 @@ class ObjectBackend(ABC, SegmentBackend):
             raise OSError(errno.EIO, "fewer bytes were returned than it has", f"{self.place}/{name}")
         return content
 
-    def _read_version(self, name: str, read: Callable[[Stored], _T]) -> _T:
-        """Return the result of `read`, which reads one version of an object, again if another one replaces it."""
+    def _read_version(self, name: str, read_stored: Callable[[Stored], _T]) -> _T:
+        """Return the result of `read_stored`, which reads one version of an object, again if it is replaced."""
         for _ in range(_ATTEMPTS):
             stored = self.find_object(name)
             if stored is None:
                 raise FileNotFoundError(errno.ENOENT, "it does not exist", f"{self.place}/{name}")
             with suppress(FileNotFoundError):  # replaced or deleted meanwhile
-                return read(stored)
+                return read_stored(stored)
         raise OSError(errno.EAGAIN, "it is replaced repeatedly", f"{self.place}/{name}")
 
     def open(self, segment_id: str, length: HeadLength) -> tuple[Stored, bytes, ObjectFile]:

@@ -26,8 +26,8 @@ def angle(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
 
     The angle is 0 if a vector is zero or not finite, since merging does not rotate the vectors in this case.
     """
-    (one, _), (other, _) = _directions(first, second)
-    return _angle(one, other).squeeze(-1).float()
+    (first_unit, _), (second_unit, _) = _directions(first, second)
+    return _angle(first_unit, second_unit).squeeze(-1).float()
 
 
 def merge(
@@ -42,17 +42,17 @@ def merge(
     The weight `toward` is 0 for the first layer's direction, 1 for the second's. Returns float32 directions,
     `[..., dim]`, of length 1, or 0 if both vectors are zero; and both magnitudes, `[..., 1]`.
     """
-    (one, magnitude), (other, magnitude_of_other) = _directions(first, second)
-    between = _angle(one, other)  # [..., 1]
+    (first_unit, magnitude), (second_unit, magnitude_of_other) = _directions(first, second)
+    between = _angle(first_unit, second_unit)  # [..., 1]
     sine = between.sin()
     parallel = sine < _PARALLEL
     sine = sine.masked_fill(parallel, 1)
     weight = torch.where(parallel, 1 - toward, ((1 - toward) * between).sin() / sine)
     weight_of_other = torch.where(parallel, toward, (toward * between).sin() / sine)
-    merged = weight.float() * one + weight_of_other.float() * other
+    merged = weight.float() * first_unit + weight_of_other.float() * second_unit
     length = torch.linalg.vector_norm(merged, dim=-1, keepdim=True)
     cancelled = length < _PARALLEL
-    direction = torch.where(cancelled, other, merged / length.masked_fill(cancelled, 1))
+    direction = torch.where(cancelled, second_unit, merged / length.masked_fill(cancelled, 1))
     return direction, magnitude, magnitude_of_other
 
 
@@ -74,8 +74,8 @@ def encode(
     limits = torch.finfo(first.dtype)
     most = limits.max / decoded.abs().amax(-1, keepdim=True).masked_fill(zero, 1) * (1 - torch.finfo(torch.float32).eps)
     length.masked_fill_(zero, 1)
-    one, other = (torch.minimum(magnitude / length, most) for magnitude in magnitudes)  # NaN stays NaN
-    return (stored, one), (stored, other)
+    first_factor, second_factor = (torch.minimum(magnitude / length, most) for magnitude in magnitudes)  # NaN stays NaN
+    return (stored, first_factor), (stored, second_factor)
 
 
 def retained(angles: torch.Tensor, share: float = 0.05) -> torch.Tensor:
@@ -93,11 +93,11 @@ def merge_layers(
     first: _KeysValues, second: _KeysValues, codec: Codec, toward: float, share: float
 ) -> tuple[_KeysValues, _KeysValues]:
     """Return keys and values of two layers, `[..., tokens, dim]` each, as restored after `encode` and `retained`."""
-    angles = [angle(*both).flatten(0, -2) for both in zip(first, second, strict=True)]
+    angles = [angle(*tensors).flatten(0, -2) for tensors in zip(first, second, strict=True)]
     unmerged = retained(torch.cat(angles), share)
 
-    def restored(one: torch.Tensor, other: torch.Tensor) -> Iterator[torch.Tensor]:
-        for tensor, fields in zip((one, other), encode(one, other, codec, toward), strict=True):
+    def restored(a: torch.Tensor, b: torch.Tensor) -> Iterator[torch.Tensor]:
+        for tensor, fields in zip((a, b), encode(a, b, codec, toward), strict=True):
             decoded = checked_decode(codec, fields, tensor.dtype, tensor.shape[-1])
             yield decoded.index_copy(-2, unmerged, tensor.index_select(-2, unmerged))
 
@@ -109,8 +109,8 @@ def _directions(
     first: torch.Tensor, second: torch.Tensor
 ) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
     """Normalize the vectors of both tensors. Vectors without a direction get the other's. Lengths are `[..., 1]`."""
-    (one, length), (other, length_of_other) = map(_unit, (first, second))
-    turned = torch.where(length > 0, one, other), torch.where(length_of_other > 0, other, one)
+    (first_unit, length), (second_unit, length_of_other) = map(_unit, (first, second))
+    turned = torch.where(length > 0, first_unit, second_unit), torch.where(length_of_other > 0, second_unit, first_unit)
     return (turned[0], length), (turned[1], length_of_other)
 
 
@@ -126,10 +126,10 @@ def _unit(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return unit, length.masked_fill(~finite, torch.nan)
 
 
-def _angle(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+def _angle(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Compute the angles between unit vectors, float64 `[..., 1]`. Unlike arc cosine, it is exact for small angles.
 
     In float32, the last bit would depend on a vector's index: kernels process the last elements separately.
     """
-    apart, together = (torch.linalg.vector_norm(v, dim=-1, keepdim=True) for v in (one - other, one + other))
+    apart, together = (torch.linalg.vector_norm(v, dim=-1, keepdim=True) for v in (a - b, a + b))
     return 2 * torch.atan2(apart.double(), together.double())

@@ -34,23 +34,23 @@ class Limits:
     low: float = 0.85  # share of the quota down to which it evicts
     floor: int = 256 << 20
 
-    def shortfall(self, nbytes: int, used: int, free: int | None) -> tuple[int, int]:
+    def shortfall(self, nbytes: int, usage: int, free: int | None) -> tuple[int, int]:
         """Return the bytes that must be evicted, and that should be, before `nbytes` are written; none if not positive.
 
-        The store uses `used` bytes, which counts only with a quota. `free` bytes are free, or None: unlimited.
+        The store uses `usage` bytes, which counts only with a quota. `free` bytes are free, or None: unlimited.
         """
         needed = 0 if free is None else nbytes + self.floor - free
         desired = needed + nbytes if needed > 0 else needed  # room for two such writes, so that not every write evicts
         if self.quota is not None:
-            needed = max(needed, used + nbytes - self.quota)
-            if used + nbytes > self.quota * self.high:
-                desired = max(desired, needed, used + nbytes - int(self.quota * self.low))
+            needed = max(needed, usage + nbytes - self.quota)
+            if usage + nbytes > self.quota * self.high:
+                desired = max(desired, needed, usage + nbytes - int(self.quota * self.low))
         return needed, desired
 
-    def overflow(self, used: int) -> int:
-        """Return the bytes to evict to get down to the share `low`; 0 if `used` is not above the share `high`."""
-        over = self.quota is not None and used > self.quota * self.high
-        return used - int(self.quota * self.low) if self.quota is not None and over else 0
+    def overflow(self, usage: int) -> int:
+        """Return the bytes to evict to get down to the share `low`; 0 if `usage` is not above the share `high`."""
+        over = self.quota is not None and usage > self.quota * self.high
+        return usage - int(self.quota * self.low) if self.quota is not None and over else 0
 
 
 def victims(uses: Sequence[Use], nbytes: int, spared: Collection[str], now: float) -> list[tuple[str, int]]:
@@ -83,13 +83,13 @@ class Space:
 
     def used_bytes(self) -> int:
         """Return the bytes of segments, sidecars and catalogue on disk, plus the catalogue's growth. Raises OSError."""
-        written = self.backend.usage()  # first: a file that is published meanwhile must count twice rather than never
+        usage = self.backend.usage()  # first: a file that is published meanwhile must count twice rather than never
         segment_bytes = self.index.listed_bytes()
         if segment_bytes is None:  # no shared catalogue, or a new one, which may lack segments of other processes
             total = sum(map(self.nbytes_of, self.backend.names()))
         else:
             total = segment_bytes + sum(map(self.nbytes_of, filter(self.index.is_stored, self.index.unlisted)))
-        return total + CATALOGUE_GROWTH + written + sum(self.backend.sidecars().values())
+        return total + CATALOGUE_GROWTH + usage + sum(self.backend.sidecars().values())
 
     def nbytes_of(self, segment_id: str) -> int:
         """Return the bytes that a segment takes on disk; 0 if it is gone. Raises OSError."""
@@ -113,13 +113,13 @@ class Space:
         self.clean_up()
         if time.monotonic() >= self._next_look:
             self.forget_lost_readers()
-        used = 0 if self.limits.quota is None else self.used_bytes()
-        if self.limits.shortfall(nbytes, used, self.backend.free())[1] <= 0:
+        usage = 0 if self.limits.quota is None else self.used_bytes()
+        if self.limits.shortfall(nbytes, usage, self.backend.free())[1] <= 0:
             return
         self.forget_lost_readers()
         if self.correct_sizes() and self.limits.quota is not None:
-            used = self.used_bytes()
-        needed, desired = self.limits.shortfall(nbytes, used, self.backend.free())
+            usage = self.used_bytes()
+        needed, desired = self.limits.shortfall(nbytes, usage, self.backend.free())
         if desired <= 0:
             return
         swept = sum(self.sidecars.sweep().values())
@@ -129,7 +129,7 @@ class Space:
             free = self.backend.free()
             facts = [] if free is None else [f"{free} bytes are free, and free_space_floor is {self.limits.floor}"]
             if self.limits.quota is not None:
-                facts.append(f"disk_quota is {self.limits.quota}, of which {used} are used or kept for the catalogue")
+                facts.append(f"disk_quota is {self.limits.quota}, of which {usage} are used or kept for the catalogue")
             raise QuotaError(
                 f"no room for {nbytes} bytes ({'; '.join(facts)}); raise disk_quota, lower free_space_floor, or free "
                 "space on the disk"

@@ -188,23 +188,23 @@ class Records(Generic[R]):
         Raises OSError, FormatError or OtherFormatError for a record that cannot be read, is damaged or of a newer
         format: it may contain any of them.
         """
-        wanted = {id.encode() for id in ids}
+        encoded_ids = {id.encode() for id in ids}
         for name in self.names() if ids else ():
             if name in but:
                 continue
             try:
                 content = self.files.read(self.kind, name)
-                is_named = not wanted.isdisjoint(_ID.findall(content))
+                is_named = not encoded_ids.isdisjoint(_ID.findall(content))
                 if not is_named and _has_checksum(content):  # decoding takes longer
                     continue
                 record = self._undamaged(name, content)
             except FileNotFoundError:
                 continue
             except FormatError as error:
-                where, do = self.files.where(self.kind, name), "move it elsewhere, and try again"
+                where, advice = self.files.where(self.kind, name), "move it elsewhere, and try again"
                 if isinstance(error, OtherFormatError):
-                    do = "upgrade hf-tiered-cache"
-                raise type(error)(f"{where}: {error}, so nothing is deleted that it may name; {do}") from error
+                    advice = "upgrade hf-tiered-cache"
+                raise type(error)(f"{where}: {error}, so nothing is deleted that it may name; {advice}") from error
             if is_named:
                 yield record
 

@@ -84,14 +84,14 @@ def pair_angles(
     """
     join = _Join(_chain(readers)[0], readers[0].shape, blocks_of)
     runs = [tokens[at : at + _RUN] for at in range(0, len(tokens), _RUN)]
-    first, other = pair
+    first, second = pair
     layer_kv = readers[0].shape.layout.layer(first)
     tensors: tuple[TensorName, ...] = ("key", "value")
     angles = []
     for tensor in tensors:
         part = Part(first, tensor, 0, layer_kv.heads(tensor), layer_kv.dim(tensor), ())
-        both = part, replace(part, layer=other)
-        angles.append(torch.cat([angle(*(join.numbers(target, run) for target in both)) for run in runs], dim=1))
+        parts = part, replace(part, layer=second)
+        angles.append(torch.cat([angle(*(join.numbers(target, run) for target in parts)) for run in runs], dim=1))
     return torch.cat(angles)
 
 
@@ -197,11 +197,11 @@ class _Join:
         for pair in zip(group.parts[::2], group.parts[1::2], strict=True):
             merged_kv = [self._empty(part) for part in pair]
             shared = np.zeros(self._shape.tokens, np.int64)  # number of heads that are already merged, by token
-            moved = [
+            rotated_tensors = [
                 [s for s in self._sources(part, tokens) if s.group.merged and s.group.layers == group.layers]
                 for part in pair
             ]
-            for source in moved[0]:
+            for source in rotated_tensors[0]:
                 shared[source.to_tokens] += source.heads.stop - source.heads.start
             new_tokens = np.sort(tokens[shared[tokens] < pair[0].heads])
             for at in range(0, len(new_tokens), _RUN):
@@ -209,7 +209,7 @@ class _Join:
                 parts = encode(self.numbers(pair[0], run), self.numbers(pair[1], run), codec, self._toward)
                 for targets, fields in zip(merged_kv, parts, strict=True):
                     _put(targets, slice(None), run, fields)
-            for sources, targets in zip(moved, merged_kv, strict=True):
+            for sources, targets in zip(rotated_tensors, merged_kv, strict=True):
                 for source in sources:
                     _put(targets, source.to_heads, source.to_tokens, source.fields())
             yield from zip(pair, map(tuple, merged_kv), strict=True)
@@ -333,14 +333,14 @@ def unstored_blocks(
     each of them lacks, if any, and `blocks_of` may raise EvictedError.
     """
     pieces, _ = _chain(readers)
-    others = zip(pieces, unstored, strict=True)
-    pieces += [replace(piece, reader=reader) for piece, reader in others if reader is not None]
-    held = np.zeros((len(shape.layout.layers), shape.tokens), bool)
+    masked_pieces = zip(pieces, unstored, strict=True)
+    pieces += [replace(piece, reader=reader) for piece, reader in masked_pieces if reader is not None]
+    is_held = np.zeros((len(shape.layout.layers), shape.tokens), bool)
     for piece in pieces:
-        held[:, piece.at : piece.at + piece.count] |= piece.reader.held[:, : piece.count]
+        is_held[:, piece.at : piece.at + piece.count] |= piece.reader.held[:, : piece.count]
     join = _Join(pieces, shape, blocks_of)
     for group in shape.block_groups:
-        if held[np.array(group.layers)[:, None], shape.tokens_by_slot(group)].all():
+        if is_held[np.array(group.layers)[:, None], shape.tokens_by_slot(group)].all():
             with suppress(EvictedError):
                 yield group.index, join.blocks(group)
             join.forget()

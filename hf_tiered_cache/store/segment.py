@@ -185,20 +185,20 @@ def read_batch(requests: Sequence[Asked], unseen: Sequence[Asked] = ()) -> Futur
         else:
             checked.set_result(report)
 
-    both = [*requests, *unseen]
-    ops = [op for reader, block_group, runs in both for op in reader.ops(block_group, runs)]
-    both[0][0].backend.read(ops).add_done_callback(check)
+    all_requests = [*requests, *unseen]
+    ops = [op for reader, block_group, runs in all_requests for op in reader.ops(block_group, runs)]
+    all_requests[0][0].backend.read(ops).add_done_callback(check)
     return checked
 
 
 class UnstoredPrefixReader(SegmentReader):
     """Reader of the tokens that a segment lacks, as far as memory holds them (`held`). No file contains them."""
 
-    def __init__(self, segment: SegmentReader, shape: SegmentShape, held: np.ndarray) -> None:
+    def __init__(self, segment: SegmentReader, shape: SegmentShape, is_held: np.ndarray) -> None:
         self.id, self.shape, self.chain, self.backend = segment.id, shape, segment.chain, segment.backend
         self.header = replace(segment.header, shape=shape)
         self.owners = owners_of_unstored(segment, shape)
-        self.gone, self._guard, self.held = False, None, held
+        self.gone, self._guard, self.held = False, None, is_held
 
     def caused(self, error: BaseException) -> bool:
         return isinstance(error, EvictedError) and error.segment == self.id

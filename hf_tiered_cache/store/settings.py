@@ -44,8 +44,8 @@ def _size(text: str | int) -> str | int:
     return text
 
 
-def _optional(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    return lambda value: None if value == "none" else read(value)
+def _optional(parse: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda value: None if value == "none" else parse(value)
 
 
 def _switch(value: str | bool) -> bool:
@@ -116,9 +116,9 @@ def _setting(name: str, value: Any, source: str) -> Setting:
     if name not in SETTINGS:
         advice = "the settings are: " + ", ".join(SETTINGS)
         raise ConfigError(f"{source} sets {name!r}, which is no setting{suggest(name, SETTINGS, advice)}")
-    read, meaning = SETTINGS[name]
+    parse, meaning = SETTINGS[name]
     try:
-        return Setting(read(value), source)
+        return Setting(parse(value), source)
     except (ConfigError, KeyError, TypeError, ValueError, AttributeError):
         raise ConfigError(f"{source} sets {name} to {value!r}; it must be {meaning}") from None
 
@@ -132,10 +132,10 @@ def configurable(init: Callable[Concatenate[S, P], None]) -> Callable[Concatenat
     from .cipher import Hidden  # imports numpy, which the commands that import this module do without
 
     @wraps(init)
-    def configured(self: S, /, *arguments: P.args, **given: P.kwargs) -> None:
-        call = Hidden(partial(init, self, *arguments, **given))
-        arguments, given = (), {}  # type: ignore[assignment]  # tracebacks may show variables
-        outside = {name: one.value for name, one in read_settings().items() if name not in call.value.keywords}
+    def configured(self: S, /, *arguments: P.args, **keywords: P.kwargs) -> None:
+        call = Hidden(partial(init, self, *arguments, **keywords))
+        arguments, keywords = (), {}  # type: ignore[assignment]  # tracebacks may show variables
+        outside = {name: setting.value for name, setting in read_settings().items() if name not in call.value.keywords}
         if not _is_in_folder(*call.value.args[1:], **call.value.keywords):
             outside.pop("engine", None)  # other backends read by themselves
         call.value(**outside)

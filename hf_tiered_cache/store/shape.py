@@ -86,12 +86,12 @@ class TokenTables:
         Layers hold the tokens from `stored_from` on. `retained` are the tokens that stay unmerged in each pair, int64
         `[n]`; a pair that is missing retains none. A group of several layers holds what any of them holds.
         """
-        all_tokens, none = np.arange(tokens), np.empty(0, np.int64)
+        all_tokens, no_tokens = np.arange(tokens), np.empty(0, np.int64)
         alone, shared = [all_tokens >= first for first in stored_from], {}  # bool [tokens] each
         for pair in {group.layers for group in groups if group.merged}:
             first, second = pair
             shared[pair] = alone[first] & alone[second]
-            shared[pair][retained.get((first, second), none)] = False
+            shared[pair][retained.get((first, second), no_tokens)] = False
             alone[first], alone[second] = (alone[layer] & ~shared[pair] for layer in pair)
         slots: list[np.ndarray | None] = []
         for group in groups:
@@ -181,8 +181,8 @@ class SegmentShape:
     @cached_property
     def token_bytes(self) -> float:
         """Bytes of a token's KV in blocks, if no layers are merged, and without the copy for an index."""
-        kept = (group for group in self.block_groups if not (group.merged or group.identifies))
-        return sum(group.block_bytes for group in kept) / self.geometry.chunk_tokens
+        stored_groups = (group for group in self.block_groups if not (group.merged or group.identifies))
+        return sum(group.block_bytes for group in stored_groups) / self.geometry.chunk_tokens
 
     @cached_property
     def _chunks(self) -> tuple[int, ...]:
@@ -229,10 +229,10 @@ class SegmentShape:
                 if (before & is_held).any():
                     raise FormatError(f"layer {part.layer} stores tokens twice: separately, and in its pair")
                 before |= is_held
-        held = np.ones((len(self.layout.layers), self.tokens), bool)
+        held_tokens = np.ones((len(self.layout.layers), self.tokens), bool)
         for (layer, *_), tokens in of_part.items():
-            held[layer] &= tokens
-        return held
+            held_tokens[layer] &= tokens
+        return held_tokens
 
     def check_tables(self) -> None:
         """Raise FormatError if a layer holds a token both by itself and in its pair."""

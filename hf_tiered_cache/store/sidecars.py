@@ -249,10 +249,10 @@ class Sidecars:
 
     def remove(self, segments: Collection[str]) -> None:
         """Delete the sidecars of these segments. `sweep` deletes later what cannot be deleted now."""
-        gone = set(segments)
+        removed_ids = set(segments)
         with suppress(OSError):
-            for name in self._backend.sidecars() if gone else ():
-                if name.partition(".")[0] in gone:
+            for name in self._backend.sidecars() if removed_ids else ():
+                if name.partition(".")[0] in removed_ids:
                     self._delete(name)
 
     def sweep(self, dry_run: bool = False) -> dict[str, int]:

@@ -154,12 +154,12 @@ class Progress:
 
         Polls without a lock, since an interrupt could leave a lock acquired.
         """
-        seen, deadline, nap = self._steps, time.monotonic() + seconds, 0.0002
+        steps_seen, deadline, nap = self._steps, time.monotonic() + seconds, 0.0002
         while not condition():
             time.sleep(nap)
             nap = min(2 * nap, _POLL_SECONDS)
-            if self._steps != seen:
-                seen, deadline = self._steps, time.monotonic() + seconds
+            if self._steps != steps_seen:
+                steps_seen, deadline = self._steps, time.monotonic() + seconds
             elif time.monotonic() >= deadline:
                 return condition()
         return True

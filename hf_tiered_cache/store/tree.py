@@ -85,8 +85,8 @@ def read_all(fd: int, nbytes: int, offset: int) -> bytes:
 def write_all(fd: int, data: memoryview, offset: int) -> None:
     """Write all of `data` at `offset`, in as many calls as needed."""
     while data:
-        written = os.pwrite(fd, data, offset)
-        data, offset = data[written:], offset + written
+        num_written = os.pwrite(fd, data, offset)
+        data, offset = data[num_written:], offset + num_written
 
 
 def allocate(fd: int, nbytes: int) -> None:

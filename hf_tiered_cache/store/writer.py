@@ -159,9 +159,9 @@ class Writer:
         return fits and self._has_device_room(pending)
 
     def _has_device_room(self, pending: PendingSegment) -> bool:
-        needed, kept = pending.on_device, self._on_devices()
-        used = sum(memory.nbytes for memory in kept)
-        return needed is None or needed in kept or not used or used + needed.nbytes <= self._most_on_devices
+        new, waiting = pending.on_device, self._on_devices()
+        nbytes = sum(memory.nbytes for memory in waiting)
+        return new is None or new in waiting or not nbytes or nbytes + new.nbytes <= self._most_on_devices
 
     def _relieve(self) -> None:
         """Copy KV of queued segments to host memory. Runs in the writer thread, so requests are not delayed."""
@@ -209,9 +209,9 @@ class Writer:
 
     def flush(self) -> None:
         """Wait until queued segments are written, and make them durable. Raises StoreBusyError or StoreError."""
-        written = OneShotEvent()
-        if self.later(written.set) and not self._wait(
-            lambda: written.is_set or self._ended.is_set, _MOST_PATIENCE_SECONDS
+        is_written = OneShotEvent()
+        if self.later(is_written.set) and not self._wait(
+            lambda: is_written.is_set or self._ended.is_set, _MOST_PATIENCE_SECONDS
         ):
             raise StoreBusyError(
                 f"nothing is being written to {self._store.place}; check the disk and call flush() again"

@@ -166,15 +166,15 @@ class Tier:
         Returns:
             Pool, slots, and the index of the block that each slot is for, int64 ascending.
         """
-        pool, kept = self.pool(block_bytes), np.arange(count)
+        pool, indices = self.pool(block_bytes), np.arange(count)
         self._grow(pool, count)
         if (missing := count - len(pool.free)) > 0:
             victims = pool.first_victims(self.policy, missing)
             if arriving is not None:
-                kept = np.flatnonzero(self.policy.keeps(arriving, pool.usage(victims), len(pool.free)))
-            self._evict(pool, victims[: max(0, len(kept) - len(pool.free))])
-        slots = pool.take_free(len(kept))
-        return pool, slots, kept[: len(slots)]
+                indices = np.flatnonzero(self.policy.keeps(arriving, pool.usage(victims), len(pool.free)))
+            self._evict(pool, victims[: max(0, len(indices) - len(pool.free))])
+        slots = pool.take_free(len(indices))
+        return pool, slots, indices[: len(slots)]
 
     def insert(self, pool: SlotPool, slots: np.ndarray, owner: Owner, chunks: np.ndarray, chunk_count: int) -> None:
         """Assign reserved slots, now filled, to the blocks `(owner, chunks)`; they stay pinned.
@@ -192,10 +192,10 @@ class Tier:
 
     def rescore(self, changes: Sequence[tuple[Owner, np.ndarray, np.ndarray]]) -> None:
         """Set importance and accesses in the slots of chunks: owner, chunks, and float64 `[2, len(chunks)]`."""
-        found_slots = [self.find(owner, chunks) for owner, chunks, _ in changes]
-        for found, (_, _, scores) in zip(found_slots, changes, strict=True):
-            if found is not None:
-                pool, slots, is_held = found
+        locations = [self.find(owner, chunks) for owner, chunks, _ in changes]
+        for location, (_, _, scores) in zip(locations, changes, strict=True):
+            if location is not None:
+                pool, slots, is_held = location
                 pool.rate(slots, scores[:, is_held])
 
     def discard(self, pool: SlotPool, slots: np.ndarray) -> None:
@@ -293,7 +293,7 @@ class Tier:
         Return False if this pool has an evictable block that was used less recently, if all slabs have pins, or if the
         current fetch uses all of them.
         """
-        others = [
+        other_pools = [
             (newest, size, index)
             for size, candidate in self._pools.items()
             for index, newest in enumerate(candidate.newest)
@@ -301,7 +301,7 @@ class Tier:
         ]
         unpinned = (
             (newest, self._pools[size], index)
-            for newest, size, index in sorted(others)
+            for newest, size, index in sorted(other_pools)
             if not self._pools[size].pins[self._pools[size].slots_of(index)].any()
         )
         if (victim_slab := next(unpinned, None)) is None:

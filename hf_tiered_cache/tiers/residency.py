@@ -57,15 +57,15 @@ class Residency(TierSet):
                 self._pin_requested(handle, device, collector, ahead, later)
                 needs = self._needs(handle)
                 slabs = self._missing_slabs(needs) if needs else []
-                read = None if slabs else self._begin(handle, collector)
+                pending_read = None if slabs else self._begin(handle, collector)
             if slabs:
                 self._make_slabs(slabs)
                 with self._lock, self._guard:
-                    read = self._begin(handle, collector)
-            if read is None:
+                    pending_read = self._begin(handle, collector)
+            if pending_read is None:
                 handle.event.set()
             else:
-                self._read_worker.do(read)
+                self._read_worker.do(pending_read)
         except BaseException:  # including Ctrl-C: the caller gets no handle to release
             handle.pin.release_event = DoneEvent()
             self.release(handle)
@@ -237,11 +237,11 @@ class Residency(TierSet):
     def _pin_blocks(self, tier: Tier, handle: BlockHandle, collector: StatsCollector) -> None:
         """Pin the blocks that `tier` holds of the chunks that no earlier tier holds."""
         num_found = num_missing = nbytes = 0
-        found_slots = [tier.find(fetched.owner, fetched.from_disk) for fetched in handle.fetched]
-        for fetched, found in zip(handle.fetched, found_slots, strict=True):
+        locations = [tier.find(fetched.owner, fetched.from_disk) for fetched in handle.fetched]
+        for fetched, location in zip(handle.fetched, locations, strict=True):
             chunks = fetched.from_disk
-            if found is not None:
-                pool, slots, in_tier = found
+            if location is not None:
+                pool, slots, in_tier = location
                 pool.pin(slots)
                 pool.use(slots, tier.clock)
                 handle.pin.slots.append((tier, pool, slots))
@@ -263,15 +263,15 @@ class Residency(TierSet):
         for (size, is_deleted), batch in batches.items():  # a deleted segment is not looked up again
             if gpu is not None and self._direct and not is_deleted:
                 tier_blocks = self._reserve(gpu.tier, size, batch, pin)
-                rests = [(None, _without(chunks, kept)) for (_, chunks), kept in zip(batch, tier_blocks, strict=True)]
+                rests = [(None, _without(chunks, room)) for (_, chunks), room in zip(batch, tier_blocks, strict=True)]
                 staged_blocks = self._reserve(gpu.staging, size, rests, pin)
-                for (fetched, _), kept, staged in zip(batch, tier_blocks, staged_blocks, strict=True):
+                for (fetched, _), room, staged in zip(batch, tier_blocks, staged_blocks, strict=True):
                     fetched.staged_blocks = staged
-                    fetched.device_blocks.extend((kept, staged))
-                    fetched.direct_runs = [*kept.runs(), *staged.runs()]
+                    fetched.device_blocks.extend((room, staged))
+                    fetched.direct_runs = [*room.runs(), *staged.runs()]
                 batch = [
-                    (fetched, _without(rest, staged))
-                    for (fetched, _), (_, rest), staged in zip(batch, rests, staged_blocks, strict=True)
+                    (fetched, _without(part, staged))
+                    for (fetched, _), (_, part), staged in zip(batch, rests, staged_blocks, strict=True)
                 ]
             if not is_deleted:
                 reserved_blocks = self._reserve(self.host, size, batch, pin)
@@ -336,13 +336,13 @@ class Residency(TierSet):
                 fetched.moved = kept_blocks.chunks
                 rests.append(_without(chunks, kept_blocks))
             for tier in (gpu.staging, gpu.tier):  # the tier temporarily, if the staging area is full
-                reserved_blocks = self._reserve(tier, size, [(None, rest) for rest in rests], handle.pin)
+                reserved_blocks = self._reserve(tier, size, [(None, part) for part in rests], handle.pin)
                 for number, blocks in enumerate(reserved_blocks):
                     places[number].append(blocks)
                     rests[number] = rests[number][len(blocks) :]
             targets = [
-                Blocks.join([*parts, *gpu.tier.own_memory(rest, size)])
-                for parts, rest in zip(places, rests, strict=True)
+                Blocks.join([*parts, *gpu.tier.own_memory(part, size)])
+                for parts, part in zip(places, rests, strict=True)
             ]
             upload = gpu.copy if self._pins.are_moving_down() else gpu.upload
             upload(Blocks.in_order(sources), Blocks.in_order(targets))

@@ -123,13 +123,13 @@ def _lowest(score: np.ndarray, last_used: np.ndarray, count: int) -> np.ndarray:
 
     They are selected, not sorted: a tier of 1 GiB may hold 130,000 blocks, most of which have the same score.
     """
-    chosen = np.arange(len(score))
+    lowest = np.arange(len(score))
     if 0 < count < len(score):
         bound = np.partition(score, count - 1)[count - 1]
-        chosen = np.flatnonzero(score <= bound)
-        age = np.where(score[chosen] < bound, -1, last_used[chosen])  # lower scores come first, however recently used
-        chosen = chosen[age <= np.partition(age, count - 1)[count - 1]]
-    return chosen[np.lexsort((chosen, last_used[chosen], score[chosen]))[:count]]
+        lowest = np.flatnonzero(score <= bound)
+        age = np.where(score[lowest] < bound, -1, last_used[lowest])  # lower scores come first, however recently used
+        lowest = lowest[age <= np.partition(age, count - 1)[count - 1]]
+    return lowest[np.lexsort((lowest, last_used[lowest], score[lowest]))[:count]]
 
 
 class ImportanceGuided(AttentionGuided):

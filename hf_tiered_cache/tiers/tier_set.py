@@ -224,16 +224,16 @@ class TierSet:
             return [NO_BLOCKS] * len(requests)
         usages = [self._usage(fetched.owner, chunks) for fetched, chunks in requests if fetched is not None]
         all_chunks = np.concatenate(chunk_sets)
-        pool, slots, kept = tier.acquire(block_bytes, len(all_chunks), Usage.join(usages) if usages else arriving)
+        pool, slots, indices = tier.acquire(block_bytes, len(all_chunks), Usage.join(usages) if usages else arriving)
         if len(slots):
-            pool.chunk[slots] = all_chunks[kept]
+            pool.chunk[slots] = all_chunks[indices]
             pin.slots.append((tier, pool, slots))
         reserved = []
-        bounds = kept.searchsorted(np.cumsum([0, *map(len, chunk_sets)])).tolist()
+        bounds = indices.searchsorted(np.cumsum([0, *map(len, chunk_sets)])).tolist()
         for (fetched, _), (start, stop) in zip(requests, pairwise(bounds), strict=True):
             if fetched is not None and start < stop:
                 fetched.reserved_slots.append((tier, pool, slots[start:stop]))
-            chunks = all_chunks[kept[start:stop]]
+            chunks = all_chunks[indices[start:stop]]
             reserved.append(pool.blocks(slots[start:stop], chunks) if start < stop else NO_BLOCKS)
         return reserved
 

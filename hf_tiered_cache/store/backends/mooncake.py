@@ -125,9 +125,9 @@ class MooncakeBackend(ValueBackend):
         if status:
             raise self._fault("write", status)
 
-    def _fault(self, what: str, status: int) -> OSError:
+    def _fault(self, operation: str, status: int) -> OSError:
         number = errno.ENOSPC if status == _FULL else errno.EIO
-        return OSError(number, f"{what}: status {status} of Mooncake", self.place)
+        return OSError(number, f"{operation}: status {status} of Mooncake", self.place)
 
 
 def _own_address(host: str, port: int, place: str) -> str:

@@ -135,8 +135,8 @@ class ObjectStoreBackend(ObjectBackend):
         except self.client.exceptions.BaseError as error:
             denied = self.client.exceptions.PermissionDeniedError, self.client.exceptions.UnauthenticatedError
             number = errno.EACCES if isinstance(error, denied) else errno.EIO
-            told = str(error)  # with addresses and answers of servers, which may name keys
-            reason = next((text for kind, text in _NO_ANSWER.items() if kind in told), type(error).__name__)
+            message = str(error)  # with addresses and answers of servers, which may name keys
+            reason = next((text for kind, text in _NO_ANSWER.items() if kind in message), type(error).__name__)
             raise OSError(number, reason, f"{self.place}/{name}") from None
 
 

@@ -110,8 +110,8 @@ class ValueBackend(ObjectBackend):
         names = [key.removeprefix(beginning) for key in self.list_keys(beginning)]
         names = [name for name in names if not {"/", "#"} & set(name)]  # not of a subfolder, and no part
         heads = self.read_values([Range(beginning + name, 0, HEAD.size) for name in names])
-        found = {name: Head.of(value) for name, value in zip(names, heads, strict=True)}
-        return {name: head.stored for name, head in found.items() if head is not None}
+        head_by_name = {name: Head.of(value) for name, value in zip(names, heads, strict=True)}
+        return {name: head.stored for name, head in head_by_name.items() if head is not None}
 
     def get_object(self, name: str, version: Any, offset: int, nbytes: int) -> bytes:
         around = Range(self.keys + name, 0, HEAD.size)

@@ -113,16 +113,16 @@ class KvikioEngine(Engine):
     def _read(self, task: ReadOp) -> int:
         """Run one task in a thread of the pool, until nothing writes to its destination any more."""
         try:
-            got = self._read_device(task) if _on_gpu(task.dest) else _read_host(task)
+            num_read = self._read_device(task) if _on_gpu(task.dest) else _read_host(task)
         except OSError as error:
             error.filename = task.file.path
             raise
         except RuntimeError as error:  # kvikio's, for all faults; a CUDA memory error is no fault of the file
             number = errno.EFAULT if "CUDA" in str(error) else errno.EIO
             raise OSError(number, f"kvikio: {error}", task.file.path) from error
-        if got != task.dest.numel():
+        if num_read != task.dest.numel():
             raise OSError(errno.EIO, "file ends before the block", task.file.path)
-        return got
+        return num_read
 
     def _read_device(self, task: ReadOp) -> int:
         dest, cufile = task.dest, cast(KvikioFile, task.file).cufile

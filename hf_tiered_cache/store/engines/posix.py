@@ -102,7 +102,7 @@ def _read_all(call: Call) -> int:
     while bytes_read < call.nbytes:
         direct = file.direct
         try:
-            got = os.preadv(file.fd, buffers, call.offset + bytes_read)
+            num_read = os.preadv(file.fd, buffers, call.offset + bytes_read)
         except OSError as error:
             if not direct or error.errno not in _NOT_DIRECT:
                 raise
@@ -111,15 +111,15 @@ def _read_all(call: Call) -> int:
                 return _read_pages(call)
             file.read_through_page_cache()
             continue
-        if got == 0:
+        if num_read == 0:
             raise OSError(errno.EIO, "file ends before the block", file.path)
-        bytes_read += got
+        bytes_read += num_read
         if bytes_read < call.nbytes and file.direct and bytes_read % BLOCK_ALIGNMENT:
             raise OSError(errno.EIO, "file ends inside a block", file.path)
-        while got:  # drop filled buffers
-            in_buffer = min(got, len(buffers[0]))
+        while num_read:  # drop filled buffers
+            in_buffer = min(num_read, len(buffers[0]))
             buffers[0] = buffers[0][in_buffer:]
-            got -= in_buffer
+            num_read -= in_buffer
             if not len(buffers[0]):
                 buffers.pop(0)
     return bytes_read
