@@ -86,12 +86,16 @@ class Method(ABC):
         member = "positions_to_compute"
         positions = self._arrays(member, self.positions_to_compute(context), context.layers, "layers")
         try:
-            plan = Plan(context.base, context.num_positions, positions, context.groups)
+            plan = self._plan_for(context, positions)
             if not all(np.isin(missing, row).all() for missing, row in row_by_row(context.missing, plan.computed[-1])):
                 raise ValueError(f"layer {context.layers - 1} does not compute all positions that cannot be restored")
         except ValueError as error:
             raise ConfigError(f"{type(self).__name__}.{member} is wrong: {error}") from error
         return plan
+
+    def _plan_for(self, context: PlanContext, positions: tuple[Positions, ...]) -> Plan:
+        """Return the plan in which layers compute these positions. Raises ValueError if they are not valid."""
+        return Plan(context.base, context.num_positions, positions, context.groups)
 
     def _arrays(self, member: str, answer: Any, count: int, owners: str) -> tuple[np.ndarray, ...]:
         """Return the integer arrays that a member of a plug-in returned, one for each of its `count` owners."""

@@ -124,12 +124,12 @@ class Passages(Method):
         selected = (self._selected_positions(context),) * wide_layers
         return selected + (context.missing,) * (context.layers - wide_layers)
 
-    def plan(self, context: PlanContext) -> Plan:
-        """Return the plan of a pass, which the pass completes if it compares KV. See `Method.plan`."""
-        plan, narrowing = super().plan(context), self.narrowing(context.layers)
+    def _plan_for(self, context: PlanContext, positions: tuple[Positions, ...]) -> Plan:
+        """See `Method`. A pass that compares KV completes its plan."""
+        narrowing = self.narrowing(context.layers)
         if narrowing is None or np.array_equal(context.inexact, context.missing):
-            return plan
-        common = plan.base, plan.num_positions, plan.computed, plan.groups
+            return super()._plan_for(context, positions)
+        common = context.base, context.num_positions, positions, context.groups
         return PassagesPlan(*common, context, *narrowing, _question_tokens(context, self.question))
 
     def kv_deviation(self, stored: LayerTensors, computed: LayerTensors) -> torch.Tensor:
