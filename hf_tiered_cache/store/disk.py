@@ -118,7 +118,10 @@ class SegmentStore(Space):
         The segment file is authoritative: a wrong row would serve the KV of other tokens. It is read again.
         """
         reader = self.reader(row.id)
-        return reader if reader is None or self.index.check(row, reader.header, reader.chain) else None
+        if reader is None or row.fits(reader.header, reader.chain):
+            return reader
+        self.index.read_again(row.id)
+        return None
 
     def _open(self, segment_id: str) -> SegmentReader:
         try:

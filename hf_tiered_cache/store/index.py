@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from operator import methodcaller
-from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 from ..errors import FormatError, NotOursError, StoreError
 from .backend import SegmentBackend
@@ -16,9 +16,6 @@ from .catalogue import Catalogue, SegmentRow
 from .database import is_damage
 from .faults import Faults
 from .segment import read_head
-
-if TYPE_CHECKING:
-    from .format import SegmentHeader
 
 _REPAIR_SECONDS = 10.0
 """Seconds between two attempts to rebuild a damaged catalogue, or to open one that could not be opened."""
@@ -242,18 +239,16 @@ class Index:
         with suppress(FormatError, OSError, MemoryError):
             head = read_head(self._backend.head, segment_id)
             if (row := self.row(segment_id)) is not None:
-                self.check(row, head.header, head.chain)
+                if not row.fits(head.header, head.chain):
+                    self.read_again(segment_id)
                 return
         self.adopt([segment_id])
 
-    def check(self, row: SegmentRow, header: SegmentHeader, chain: bytes) -> bool:
-        """Return whether a row agrees with its file. If not, the row is counted, and read again from the file."""
-        if row.fits(header, chain):
-            return True
-        message = f"the catalogue entry of segment {row.id} differs from its file, and is replaced"
+    def read_again(self, segment_id: str) -> None:
+        """Count a row that differs from its file, and read it again from the file."""
+        message = f"the catalogue entry of segment {segment_id} differs from its file, and is replaced"
         self._note("catalogue_errors", "row", message)
-        self.adopt([row.id])
-        return False
+        self.adopt([segment_id])
 
     def _read(self, segment_id: str) -> _Row | None:
         """Read the row of a segment. Returns None, with a counter and a warning, if it is not readable."""

@@ -112,8 +112,9 @@ def verify(store: SegmentStore, *, progress: bool = False, repair: bool = False)
         try:
             if is_segment:
                 reader = SegmentReader(backend, name, True, store.cipher)
-                if (row := store.index.row(name)) is not None:
-                    store.index.check(row, reader.header, reader.chain)
+                row = store.index.row(name)
+                if row is not None and not row.fits(reader.header, reader.chain):
+                    store.index.read_again(name)
                 bar.update(reader.header.blocks.offset)
                 for nbytes, blocks in _read_all(reader):
                     report.blocks += blocks
