@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 from .engines import EngineFile, ReadOp
-from .kinds import PIN, SEGMENT, SEGMENT_SUFFIX, file_of
+from .kinds import PIN, SEGMENT, SEGMENT_SUFFIX, SIDECAR, FileKind
 from .lazy import torch
 from .records import RecordFiles
 from .root import StoreRoot
@@ -27,6 +27,11 @@ from .tree import Stored
 
 HeadLength = Callable[[Stored, bytes], int]
 """Callback that returns the bytes before the blocks, given the first page (`HEADER_BYTES`, or all if shorter)."""
+
+
+def file_of(stored_name: str) -> tuple[FileKind, str]:
+    """Return kind and file name of a segment, named by its id, or of a sidecar."""
+    return (SIDECAR, stored_name) if "." in stored_name else (SEGMENT, f"{stored_name}{SEGMENT_SUFFIX}")
 
 
 class Upload(Protocol):

@@ -19,11 +19,11 @@ from pathlib import Path
 from stat import S_ISREG
 
 from ..errors import StoreBusyError, StoreError
-from .backend import HeadLength, SegmentBackend
+from .backend import HeadLength, SegmentBackend, file_of
 from .database import SQLITE_PATH_BYTES, has_database
 from .engines import Engine, EngineFile, ReadOp
 from .format import HEADER_BYTES
-from .kinds import CATALOGUE_NAME, DATABASE_FILES, KINDS, LOCK, PIN, SEGMENT, SEGMENT_SUFFIX, SIDECAR, FileKind, file_of
+from .kinds import CATALOGUE_NAME, DATABASE_FILES, KINDS, LOCK, PIN, SEGMENT, SEGMENT_SUFFIX, SIDECAR, FileKind
 from .lazy import torch
 from .records import RecordFiles
 from .root import StoreRoot, Temporary

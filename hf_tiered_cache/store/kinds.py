@@ -217,11 +217,6 @@ def sidecar_sizes(sizes: Mapping[str, int]) -> dict[str, dict[str, int]]:
     return by_segment
 
 
-def file_of(stored_name: str) -> tuple[FileKind, str]:
-    """Return kind and file name of a segment, named by its id, or of a sidecar."""
-    return (SIDECAR, stored_name) if "." in stored_name else (SEGMENT, f"{stored_name}{SEGMENT_SUFFIX}")
-
-
 # --- values of JSON
 
 

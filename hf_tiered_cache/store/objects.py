@@ -22,12 +22,12 @@ import numpy as np
 
 from ..errors import StoreBusyError
 from .answers import check_answers
-from .backend import HeadLength, SegmentBackend
+from .backend import HeadLength, SegmentBackend, file_of
 from .engines import EngineFile, ReadOp
 from .engines.base import Call, coalesce, in_threads
 from .format import HEADER_BYTES
 from .hedged import HedgedReads
-from .kinds import ALL_FOLDERS, ENTRY, PIN, SEGMENT, SEGMENT_SUFFIX, SIDECAR, FileKind, file_of, kind_of, not_own
+from .kinds import ALL_FOLDERS, ENTRY, PIN, SEGMENT, SEGMENT_SUFFIX, SIDECAR, FileKind, kind_of, not_own
 from .lazy import torch
 from .root import StoreRoot
 from .threads import DaemonPool
