@@ -89,7 +89,7 @@ def main(
     prompts: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="LongBench templates: JSON, {task: template}.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Random seed.")] = 42,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Random seed.")] = 42,
     dtype: Annotated[str, typer.Option(help="Data type of the model: auto, float32, bfloat16 or float16.")] = "auto",
     device: Annotated[
         str, typer.Option(help="Device of the model: cpu, cuda, or auto (distributed by accelerate).")
@@ -103,6 +103,8 @@ def main(
     try:
         if not model:
             raise EvalError("no model is specified; pass --model (a name on the Hub, or a folder)")
+        _check_dtype(dtype)
+        _check_device(device)
         selected_tasks, variants = find_tasks(tasks), find_variants(methods, budgets, ratios)
         if prompts is not None:
             selected_tasks = _with_prompts(selected_tasks, prompts)
@@ -141,10 +143,24 @@ def main(
         }
         _begin(out, config)
         results = Run(loaded, tokenizer, variants, out, store or out / "stores", length, chat)(examples)
-    except (EvalError, TieredCacheError) as error:
+    except (EvalError, TieredCacheError, OSError) as error:  # OSError: a folder that cannot be written, a full disk
         typer.echo(f"eval.run: {error}", err=True)
         raise typer.Exit(2) from None
     _show(results)
+
+
+def _check_dtype(dtype: str) -> None:
+    torch_dtype = getattr(torch, dtype, None)
+    if dtype != "auto" and not (isinstance(torch_dtype, torch.dtype) and torch_dtype.is_floating_point):
+        raise EvalError(f"--dtype {dtype} is invalid; use auto, float32, bfloat16 or float16")
+
+
+def _check_device(device: str) -> None:
+    try:
+        if device not in ("", "auto"):
+            torch.ones(1, device=device).tolist()  # a device of this name can lack support, or data ("meta")
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise EvalError(f"--device {device} cannot be used on this machine; use cpu, cuda or auto") from error
 
 
 def _load_tokenizer(name: str) -> tuple[Any, Any]:
@@ -158,8 +174,7 @@ def _load_tokenizer(name: str) -> tuple[Any, Any]:
 def _load(name: str, dtype: str, device: str) -> Any:
     options: dict[str, Any] = {"device_map": "auto"} if device == "auto" else {}
     with _cannot_be_loaded(name):
-        torch_dtype = dtype if dtype == "auto" else getattr(torch, dtype)
-        model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=torch_dtype, **options)
+        model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **options)
     if device != "auto":
         model = model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     return model.eval()
@@ -179,6 +194,8 @@ def _with_prompts(tasks: list[Any], path: Path) -> list[Any]:
         templates = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise EvalError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(templates, dict) or not all(isinstance(text, str) for text in templates.values()):
+        raise EvalError(f"{path} must be a JSON object of templates: {{task: template}}")
     invalid = [name for name, text in templates.items() if text.count("{context}") != 1]
     if invalid:
         raise EvalError(f"{path}: the template of {invalid[0]} must contain {{context}} once")

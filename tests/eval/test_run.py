@@ -154,6 +154,12 @@ def test_an_interrupted_run_goes_on(finished, tmp_path):
         ({"--tasks": "longbench_narrativeqa"}, "has no narrativeqa.jsonl"),
         ({"--tasks": "ruler_cwe"}, "too few for this task; raise --prefix-tokens"),
         ({"--max-length": "100", "--tasks": "longbench_qasper"}, "leave no room"),
+        ({"--dtype": "float33"}, "--dtype float33 is invalid"),
+        ({"--dtype": "nn"}, "--dtype nn is invalid"),
+        ({"--dtype": "int8"}, "--dtype int8 is invalid"),
+        ({"--device": "nowhere"}, "--device nowhere cannot be used"),
+        ({"--device": "xpu"}, "--device xpu cannot be used"),
+        ({"--device": "meta"}, "--device meta cannot be used"),
     ],
 )
 def test_wrong_input_is_one_line_exit_2_and_nothing_written(saved, folder, tmp_path, changes, says, monkeypatch):
@@ -166,6 +172,30 @@ def test_wrong_input_is_one_line_exit_2_and_nothing_written(saved, folder, tmp_p
     assert len(messages) == 1
     assert says in messages[0]
     assert not out.exists()
+
+
+@pytest.mark.parametrize("content", ['["a"]', '{"qasper": 3}', "3", "{"])
+def test_templates_of_another_form_are_refused_in_one_line(saved, folder, tmp_path, content):
+    prompts = tmp_path / "prompts.json"
+    prompts.write_text(content)
+    result = run("--model", saved, "--tasks", "sst2", "--data", folder, "--prompts", prompts, "--out", tmp_path / "out")
+    assert result.exit_code == 2
+    assert f"eval.run: {prompts}" in result.output
+
+
+def test_a_seed_out_of_range_is_refused(tmp_path):
+    result = run("--model", "model", "--tasks", "sst2", "--seed", -1, "--out", tmp_path / "out")
+    assert result.exit_code == 2
+    assert "--seed" in result.output
+
+
+def test_a_folder_that_cannot_be_written_is_named_in_one_line(saved, folder, tmp_path):
+    (tmp_path / "file").write_text("a file, no folder")
+    out = tmp_path / "file" / "out"
+    arguments = ("--tasks", "sst2", "--data", folder, "--limit", 1, "--device", "cpu", "--prefix-tokens", 200)
+    result = run("--model", saved, "--out", out, *arguments)
+    assert result.exit_code == 2
+    assert f"eval.run: [Errno 20] Not a directory: '{out}" in result.output
 
 
 @pytest.mark.parametrize("missing", ["data", "model"])
