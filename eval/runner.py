@@ -105,7 +105,7 @@ def find_variants(methods: str, budgets: str = "", ratios: str = "") -> list[Var
                 variants.append(Variant(f"{name}@{share:g}", replace(method, **setting), share))
         else:
             variants.append(Variant(name, method))
-    return variants
+    return list({variant.name: variant for variant in variants}.values())  # each once
 
 
 def _shares(name: str, text: str) -> list[float]:

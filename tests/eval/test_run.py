@@ -279,6 +279,11 @@ def test_without_shares_a_method_has_its_own():
     assert [variant.method for variant in variants[1:4]] == [ContiguousKV(), CacheTune(), Epic()]
 
 
+def test_a_method_or_share_that_is_named_twice_is_measured_once():
+    names = [variant.name for variant in find_variants("exact,exact,contiguous_kv", budgets="0.1,0.1")]
+    assert names == ["full", "exact", "contiguous_kv@0.1"]
+
+
 def test_methods_with_a_ratio_come_once_for_each():
     variants = find_variants("cache_tune,epic,cache_tune:recompute=0.4,cache_tune:ranking=random", "0.1", "0.15,0.5")
     assert [v.name.replace("cache_tune", "c") for v in variants] == [
