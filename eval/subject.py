@@ -79,7 +79,7 @@ class Subject:
 
     def prepare(self, prefix: tuple[int, ...], passages: tuple[tuple[int, ...], ...] = ()) -> None:
         """Store the KV of a prefix, or of each of its passages if the method reuses passages."""
-        if self.store is None or prefix in self.stored:
+        if self.store is None or not prefix or prefix in self.stored:
             return
         if isinstance(self.method, Passages):
             self.store_passages(passages)

@@ -53,6 +53,17 @@ def asking(choices=(), answer=()):
     return {"choices": choices, "answer": answer}
 
 
+@pytest.mark.parametrize("method", [Exact(), ContiguousKV(0.1)])
+def test_a_prompt_without_a_prefix_is_answered(model, tokenizer, tmp_path, method):
+    prompt = Prompt((), tuple(range(10, 30)), **asking())
+    with KVStore(tmp_path / "store") as store:
+        subject = Subject(model, tokenizer, store, method)
+        subject.prepare(prompt.prefix)
+        answer = subject.ask(prompt, NEW)
+    assert answer.reading is None
+    assert answer.text == Subject(model, tokenizer).ask(prompt, NEW).text
+
+
 def test_the_exact_method_reads_all(read):
     shares = read(Exact())
     assert (shares.read, shares.identified, shares.brought, shares.answered) == (100, 0, 100, 100)
