@@ -274,7 +274,8 @@ class StoreContents:
         stats, disk = self._storage.disk.counters.snapshot(), self._storage.disk
         residency, writer = self._storage.residency, self._storage.writer
         if not self._storage.is_closed:
-            stats.segments, stats.tokens, nbytes, stats.encrypted_segments = disk.index.counts() or (None,) * 4
+            counts = disk.index.counts() if self.usable else None  # a forked child cannot read the catalogue
+            stats.segments, stats.tokens, nbytes, stats.encrypted_segments = counts or (None,) * 4
             stats.disk.bytes = None
             with suppress(OSError):
                 stats.disk.bytes = None if nbytes is None else nbytes + sum(disk.sidecars.by_segment().values())
@@ -285,8 +286,7 @@ class StoreContents:
         stats.unbudgeted_index_bytes = residency.index_cache.unbudgeted
         stats.evicted_blocks, stats.evicted_indexes = residency.evicted, residency.index_cache.evicted
         stats.queued_bytes, stats.queued_device_bytes = writer.queued_bytes, writer.queued_device_bytes
-        if self._storage.remote is not None:
-            stats.remote = self._storage.remote.stats()
+        stats.remote = stats.remote if self._storage.remote is None else self._storage.remote.stats()
         return stats
 
 

@@ -245,3 +245,9 @@ def test_a_child_that_decodes_with_its_parents_cache_waits_for_no_thread_of_the_
             os._exit(0)
         assert os.waitpid(child, 0)[1] == 0
         model(input_ids=prompt(1), past_key_values=cache)
+
+
+def test_statistics_in_a_child_blame_no_file(tmp_path, caplog):
+    with KVStore(tmp_path) as store:
+        assert exit_status(lambda: store.stats.segments is None and not caplog.messages) == 0
+        assert store.stats.segments == 0
