@@ -312,6 +312,9 @@ class TieredSession:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
+    def __reduce__(self) -> Any:
+        raise TypeError("a session cannot be pickled; open one in the other process, with the path of the store")
+
     def __repr__(self) -> str:
         return f"TieredSession({type(self.model).__name__}, {self.store!r}, {type(self.method).__name__})"
 

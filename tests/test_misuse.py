@@ -390,3 +390,5 @@ def test_what_cannot_be_sent_to_another_process_says_what_to_do(store):
         pickle.dumps(TieredCache(build("llama"), store))
     with pytest.raises(TypeError, match="pass its path"):
         pickle.dumps(store)
+    with tiered(build("llama"), store) as session, pytest.raises(TypeError, match="a session cannot be pickled"):
+        pickle.dumps(session)
