@@ -87,8 +87,10 @@ class Method(ABC):
         positions = self._arrays(member, self.positions_to_compute(context), context.layers, "layers")
         try:
             plan = self._plan_for(context, positions)
-            if not all(np.isin(missing, row).all() for missing, row in row_by_row(context.missing, plan.computed[-1])):
-                raise ValueError(f"layer {context.layers - 1} does not compute all positions that cannot be restored")
+            if plan.restored_until > min(context.restorable, context.num_positions - context.must_compute):
+                pairs = row_by_row(context.missing, plan.computed[-1])
+                if not all(np.isin(missing, row).all() for missing, row in pairs):
+                    raise ValueError(f"layer {context.layers - 1} leaves out positions that cannot be restored")
         except ValueError as error:
             raise ConfigError(f"{type(self).__name__}.{member} is wrong: {error}") from error
         return plan
