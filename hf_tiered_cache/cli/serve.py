@@ -147,8 +147,19 @@ def serve(
     given_options: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     with KVStore(store, policy=parsed_method.policy, key=read_key_file(key_file), **given_options) as kv_store:
         run(
-            model, kv_store, parsed_method, host=host, port=port, log_level=log_level.value, enable_cors=enable_cors,
-            max_request_bytes=max_request_bytes, batching=paging if continuous_batching else None, device=device,
-            dtype=dtype, quantization=quantization, attn_implementation=attn_implementation,
-            trust_remote_code=trust_remote_code, model_timeout=model_timeout,
-        )  # fmt: skip
+            model,
+            kv_store,
+            parsed_method,
+            host=host,
+            port=port,
+            log_level=log_level.value,
+            enable_cors=enable_cors,
+            max_request_bytes=max_request_bytes,
+            batching=paging if continuous_batching else None,
+            device=device,
+            dtype=dtype,
+            quantization=quantization,
+            attn_implementation=attn_implementation,
+            trust_remote_code=trust_remote_code,
+            model_timeout=model_timeout,
+        )
