@@ -271,16 +271,16 @@ def _send(source: str, target: str, names: list[str], key_file: Path | None) -> 
         for segment_id in tqdm(ids, unit="segment", disable=None):
             try:
                 check(disk, segment_id)
-                num_sent = send_segment(disk.backend, remote, segment_id)
+                upload = send_segment(disk.backend, remote, segment_id)
             except (OSError, FormatError, IntegrityError) as error:
                 result.failed[segment_id] = str(error)
                 continue
-            if num_sent is None:
+            if upload is None:
                 result.left_out[segment_id] = conversations.get(segment_id, "")
             else:
-                result.copied += bool(num_sent.nbytes)
-                result.bytes += num_sent.nbytes
-                result.present += not num_sent.nbytes
+                result.copied += bool(upload.nbytes)
+                result.bytes += upload.nbytes
+                result.present += not upload.nbytes
         copied = set(ids) - result.failed.keys() - result.left_out.keys()
         result.records = sum(not copied.isdisjoint(segments) for segments in segments_of_records)
     return result

@@ -166,18 +166,18 @@ class WriteBack:
             return self._drop(_REFUSED)
         began = time.monotonic()
         try:
-            num_sent = send_segment(self._disk.backend, self._remote, segment_id, self._progress.step)
+            upload = send_segment(self._disk.backend, self._remote, segment_id, self._progress.step)
         except FileNotFoundError:
             if self._disk.backend.find(segment_id) is not None:
                 raise  # something is missing in the remote, such as the whole bucket
             return self._drop("it was evicted before it was sent")
         self._breaker.succeeded()
-        if num_sent is None:
+        if upload is None:
             return None
-        if not num_sent.nbytes:
+        if not upload.nbytes:
             return self._count(duplicate_writes=1)
-        self._sent(num_sent.names)
-        return self._count(segments_written=1, bytes_written=num_sent.nbytes, write_seconds=time.monotonic() - began)
+        self._sent(upload.names)
+        return self._count(segments_written=1, bytes_written=upload.nbytes, write_seconds=time.monotonic() - began)
 
     def _delete(self, row: SegmentRow) -> None:
         if self._is_refused:

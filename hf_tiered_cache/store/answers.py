@@ -37,7 +37,7 @@ _ANSWERS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "delete_object": ("True or False", lambda answer: isinstance(answer, Integral)),
     "free": ("a number of bytes or None", lambda answer: answer is None or isinstance(answer, Integral)),
 }
-"""What each method must return, and a check of it."""
+"""Descriptions of what each method must return, and checks of it, by name of the method."""
 
 
 def check_answers(kind: type) -> None:
