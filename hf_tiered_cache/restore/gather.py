@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -41,6 +43,15 @@ class _Picked:
     inside: torch.Tensor
     position: torch.Tensor | slice
     head: torch.Tensor | None
+
+
+class _Copy(NamedTuple):
+    """Copy of one part, or of joined parts, to `[..., heads, positions, dim]`, and to all heads of the layer."""
+
+    part: Part
+    views_of: _ViewsOf
+    target: torch.Tensor
+    all_heads: torch.Tensor
 
 
 class Gather:
@@ -93,51 +104,47 @@ class Gather:
                 return
         self._added.append((blocks, slots, positions, head))
 
-    def copy(self, part: Part, target: torch.Tensor) -> None:
-        """Copy one part (one tensor of one layer, or some of its heads) to its positions.
+    def copy(self, targets: Iterable[tuple[Part, torch.Tensor]]) -> None:
+        """Copy parts (each one tensor of one layer, or some of its heads) to their positions.
 
-        `target`, `[heads, positions, dim]`, has all heads of the layer or its first ones, and is filled in place.
-        Raises LookupError if the added blocks lack a token.
+        The target of a part, `[heads, positions, dim]`, has all heads of the layer or its first ones, and is filled in
+        place. Raises LookupError if the added blocks lack a token.
         """
-        heads = target[part.first_head : part.first_head + part.heads]
-        views_of = partial(self._shape.field_views, part=part, heads=len(heads))
-        self._copy(part, views_of, heads)
-        for picked in self._picked or ():
-            if picked.head is not None:
-                views = views_of(picked.slab)  # [slots, heads, chunk_tokens, field's dim] each
-                head = picked.head - part.first_head if part.heads > 1 else 0  # in the block
-                fields = tuple(view[picked.slot, head, picked.inside] for view in views)
-                target[picked.head, picked.position] = self._shape.decode(self._block_group, part, fields)  # [n, dim]
+        copies: list[_Copy] = []
+        for part, target in targets:
+            heads = target[part.first_head : part.first_head + part.heads]
+            views_of = partial(self._shape.field_views, part=part, heads=len(heads))
+            copies.append(_Copy(part, views_of, heads, target))
+        self._copy(copies)
 
     def copy_joined(self, joined: JoinedParts, target: torch.Tensor) -> None:
         """Copy several parts to their positions, `[parts, heads, positions, dim]`. See `copy`."""
-        self._copy(joined.first, partial(self._shape.joined_views, joined=joined), target)
+        self._copy([_Copy(joined.first, partial(self._shape.joined_views, joined=joined), target, target)])
 
-    def _copy(self, part: Part, views_of: _ViewsOf, to: torch.Tensor) -> None:
-        """Copy all runs, and the scattered tokens that are for all heads, to `[..., positions, dim]`.
-
-        Args:
-            part: Part that tells how the fields are decoded.
-            views_of: See `_ViewsOf`.
-            to: Target.
-        """
-        self._copy_runs(part, views_of, to)
+    def _copy(self, copies: Sequence[_Copy]) -> None:
+        """Copy all runs, and the scattered tokens."""
+        self._copy_runs(copies)
         if self._picked is None:
             self._picked = list(self._pick())
-        for picked in self._picked:
+        for picked, (part, views_of, target, all_heads) in itertools.product(self._picked, copies):
+            views = views_of(picked.slab)  # [slots, ..., heads, chunk_tokens, field's dim] each
             if picked.head is not None:
+                head = picked.head - part.first_head if part.heads > 1 else 0  # in the block
+                fields = tuple(view[picked.slot, head, picked.inside] for view in views)
+                values = self._shape.decode(self._block_group, part, fields)  # [n, dim]
+                all_heads[picked.head, picked.position] = values
                 continue
-            fields = tuple(view.movedim(0, -3)[..., picked.slot, picked.inside, :] for view in views_of(picked.slab))
+            fields = tuple(view.movedim(0, -3)[..., picked.slot, picked.inside, :] for view in views)
             values = self._shape.decode(self._block_group, part, fields)  # [..., n, dim]
             if isinstance(picked.position, slice):
-                to[..., picked.position, :] = values
+                target[..., picked.position, :] = values
             else:
-                to.index_copy_(to.ndim - 2, picked.position, values)
+                target.index_copy_(target.ndim - 2, picked.position, values)
 
-    def _copy_runs(self, part: Part, views_of: _ViewsOf, target: torch.Tensor) -> None:
+    def _copy_runs(self, copies: Sequence[_Copy]) -> None:
         """Copy all runs: the whole blocks of each in one strided copy, and partial blocks at its ends separately."""
         chunk = self._shape.geometry.chunk_tokens
-        for run in self._runs:
+        for run, (part, views_of, target, _) in itertools.product(self._runs, copies):
             at, stop, position, views = run.inside, run.inside + run.count, run.position, views_of(run.memory)
             while at < stop:
                 index, inside = divmod(at, chunk)

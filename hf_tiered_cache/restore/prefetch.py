@@ -248,9 +248,8 @@ def restore_layer(
     plan = prefetch.plan
     check_fit(plan, layer, kind, dtype)
     for row, block_group, gather in prefetch.gathers(layer, first_position):
-        for part in block_group.parts:
-            if part.layer == layer:
-                gather.copy(part, (keys if part.tensor == "key" else values)[row])
+        targets = {"key": keys[row], "value": values[row]}
+        gather.copy((part, targets[part.tensor]) for part in block_group.parts if part.layer == layer)
     low, end_restored = plan.restored_span(layer, kind.window) or (0, plan.num_positions)
     for group in plan.groups:
         begin = max(0, group.pad - plan.base - first_position, low - first_position)  # where the row's tokens begin

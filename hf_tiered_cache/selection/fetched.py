@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -45,6 +45,17 @@ Request = tuple[FetchUnit, np.ndarray]
 HeldSet = tuple[int, int, np.ndarray]
 """Tokens of one set that a KV cache group holds: head of the set, or -1 for the single set of all heads; index of the
 first held token in the set; and the held tokens, counted in the segment."""
+
+
+class HeldTokens(NamedTuple):
+    """Tokens that a KV cache group of a segment slice holds of a row's sets."""
+
+    piece: SegmentSlice
+    block_group: BlockGroup
+    sets: list[HeldSet]
+    tokens: np.ndarray  # distinct tokens of all sets, int64 [n], ascending, counted in the segment
+    counts: np.ndarray  # number of sets with each of them, int64 [n]
+    chunks: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -104,6 +115,7 @@ class RowTokens:
     row: RowPrefix
     tokens: np.ndarray
     counts: np.ndarray | None = None
+    _held: dict[tuple[int, int], HeldTokens] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
     def sets(self) -> list[np.ndarray]:
@@ -127,13 +139,25 @@ class RowTokens:
             ]
         return tokens_inside
 
-    def held(self, layers: Collection[int]) -> list[tuple[SegmentSlice, BlockGroup, list[HeldSet]]]:
-        """Return each segment slice, and each KV cache group that `layers` restore from, with what they hold."""
-        return [
-            (piece, block_group, self.in_group(piece, block_group))
+    def held(self, layers: Collection[int]) -> list[HeldTokens]:
+        """Return what is held, of each segment slice, by the KV cache groups that `layers` restore from, if anything.
+
+        It is computed once: selected tokens are rated by their attention, and then fetched.
+        """
+        groups = {
+            (piece.at, block_group.index): (piece, block_group)
             for piece in self.row.pieces
             for block_group in restoring_groups(piece.reader.shape, layers)
-        ]
+        }
+        new_sets = {name: self.in_group(*group) for name, group in groups.items() if name not in self._held}
+        for name, sets in new_sets.items():
+            piece, block_group = groups[name]
+            tokens, counts = sets[0][2], np.ones(len(sets[0][2]), np.int64)
+            if len(sets) > 1:
+                tokens, counts = np.unique(np.concatenate([inside for *_, inside in sets]), return_counts=True)
+            chunks = piece.reader.shape.chunks_of(block_group, tokens)
+            self._held[name] = HeldTokens(piece, block_group, sets, tokens, counts, chunks)
+        return [self._held[name] for name in groups if len(self._held[name].tokens)]
 
     def in_group(self, piece: SegmentSlice, block_group: BlockGroup) -> list[HeldSet]:
         """Return what a segment slice and a KV cache group hold of each set."""
@@ -159,12 +183,9 @@ class UnitTable:
     def want(self, tokens: RowTokens, layers: Collection[int]) -> list[Request]:
         """Return the units that hold tokens of some layers, and the chunks to fetch of them."""
         requests = []
-        for piece, block_group, held_sets in tokens.held(layers):
-            token_sets = [inside for _, _, inside in held_sets]
-            distinct = token_sets[0] if len(token_sets) == 1 else np.unique(np.concatenate(token_sets))
-            if len(distinct):
-                unit = self._units.setdefault((piece.reader, block_group.index), FetchUnit(piece.reader, block_group))
-                requests.append((unit, piece.reader.shape.chunks_of(block_group, distinct)))
+        for piece, block_group, *_, chunks in tokens.held(layers):
+            unit = self._units.setdefault((piece.reader, block_group.index), FetchUnit(piece.reader, block_group))
+            requests.append((unit, chunks))
         return requests
 
     def fetch(self, rows: Iterable[RowTokens], layers: Sequence[int], prefetches: bool = False) -> None:
@@ -228,10 +249,10 @@ class UnitTable:
         for key, like_units in units_by_key.items():
             if key not in gathers:
                 gathers[key] = _gather_of(tokens, like_units)
-            for part in like_units[0].block_group.parts:
-                target = targets.get(part.tensor)
-                if part.layer == layer and target is not None and part.first_head < len(target):
-                    gathers[key].copy(part, target)
+            parts = [part for part in like_units[0].block_group.parts if part.layer == layer and part.tensor in targets]
+            gathers[key].copy(
+                (part, targets[part.tensor]) for part in parts if part.first_head < len(targets[part.tensor])
+            )
 
     def copy_chunks(
         self, tokens: RowTokens, layer: int, size: int, heads: int
@@ -247,8 +268,8 @@ class UnitTable:
         counts = [len(token_set) // size for token_set in tokens.sets]
         first_of_set = np.cumsum(counts) - counts
         sources: list[tuple[FetchUnit, np.ndarray, np.ndarray]] = []
-        for piece, block_group, held_sets in tokens.held((layer,)):
-            for head, first, inside in held_sets:
+        for piece, block_group, sets, *_ in tokens.held((layer,)):
+            for head, first, inside in sets:
                 if not len(inside):
                     continue
                 is_aligned = not (first | int(inside[0]) | len(inside)) % size
@@ -359,16 +380,13 @@ def attention_of(
     `scanned_groups`, KV cache groups by index, as a whole.
     """
     attention: list[Attention] = []
-    for piece, block_group, held_sets in selected.held(layers):
-        heads, _, sets = zip(*held_sets, strict=True)
-        tokens, counts = np.unique(np.concatenate(sets), return_counts=True)
-        if not len(tokens) or (piece.reader, block_group.index) in scanned_groups:
+    for piece, block_group, sets, tokens, counts, chunks in selected.held(layers):
+        if (piece.reader, block_group.index) in scanned_groups:
             continue
-        head_mass = mass if min(len(mass), len(selected.sets)) == 1 else mass[list(heads)]
+        head_mass = mass if min(len(mass), len(selected.sets)) == 1 else mass[[head for head, _, _ in sets]]
         token_mass = head_mass.mean(axis=0)[tokens - piece.first + piece.at]
         shape, step = piece.reader.shape, piece.reader.shape.geometry.chunk_tokens
         chunk_of_token = shape.slot_of_token(block_group, tokens) // step
-        chunks = np.flatnonzero(np.bincount(chunk_of_token))
         token_counts = np.minimum(step, shape.tokens_in(block_group) - chunks * step)  # tokens of each chunk
         share = np.bincount(chunk_of_token, counts / len(sets))[chunks] / token_counts  # of heads with a token
         owner, num_chunks = piece.reader.owners[block_group.index], shape.chunks_in(block_group)

@@ -91,7 +91,7 @@ def test_what_is_picked_is_what_was_packed(geometry, tokens, ordered, slabs, set
                 gather.add(shape, blocks, pick[head], np.arange(count) + at * count, head)
         for part in block_group.parts:
             target = torch.full((HEADS, 2 * count, DIM), -1.0)
-            gather.copy(part, target)
+            gather.copy([(part, target)])
             for head in range(part.first_head, part.first_head + part.heads):
                 expected = [
                     kv[part.tensor][part.layer, head, pick[head if sets else 0]]
@@ -125,7 +125,7 @@ def test_one_gather_copies_the_single_heads_of_a_layer(ordered):
         gather.add(shape, blocks, tokens, np.arange(len(tokens)), head, group)
     for part in groups[0].parts:
         target = torch.full((HEADS, 11, DIM), -1.0)
-        gather.copy(part, target)
+        gather.copy([(part, target)])
         assert all(torch.equal(target[head], kv[part.tensor][head, tokens]) for head, tokens in enumerate(picks))
     assert len(gather._picked) == 1  # one copy of each tensor
 
@@ -153,9 +153,9 @@ def test_more_runs_take_no_more_steps(sets):
         for head in range(sets):
             gather.add(shape, blocks, tokens, np.arange(len(tokens)), head if sets > 1 else -1)
         target = torch.empty(HEADS, len(tokens), DIM)
-        gather.copy(shape.block_groups[0].parts[0], target)
+        gather.copy([(shape.block_groups[0].parts[0], target)])
         with Calls() as calls:
-            gather.copy(shape.block_groups[0].parts[0], target)
+            gather.copy([(shape.block_groups[0].parts[0], target)])
         steps.append(calls.count)
     assert steps[0] == steps[1]
 
@@ -168,7 +168,7 @@ def test_blocks_that_were_not_fetched_are_not_taken_for_others(tokens):
     blocks = Blocks.alone(chunks, memory[0][chunks])
     with pytest.raises(LookupError, match="not fetched"):
         gather.add(shape, blocks, np.array(tokens), np.arange(len(tokens)))
-        gather.copy(shape.block_groups[0].parts[0], torch.empty(HEADS, len(tokens), DIM))
+        gather.copy([(shape.block_groups[0].parts[0], torch.empty(HEADS, len(tokens), DIM))])
 
 
 @given(slabs=st.integers(1, 3), chunks=st.integers(1, 12), seed=st.integers(0, 1000))
@@ -260,5 +260,5 @@ def test_what_is_held_from_a_token_on_is_copied_in_runs(first, seed, split):
         assert not gather._added
         for part in block_group.parts:
             target = torch.full((HEADS, len(tail) + 3, DIM), -1.0)
-            gather.copy(part, target)
+            gather.copy([(part, target)])
             assert torch.equal(target[:, 3:], kv[part.tensor][part.layer][:, tail]) and (target[:, :3] == -1).all()

@@ -281,7 +281,7 @@ def test_a_prefix_does_not_evict_its_own_blocks_before_their_turn(tmp_path, meth
 def test_layers_of_one_form_are_restored_together(tmp_path, monkeypatch, family, geometry, copies):
     """All layers of a block take one copy; where they differ, keys and values of each layer take one."""
     model, ids, copied, copy = build_deep(family), prompt(100), [], Gather._copy
-    monkeypatch.setattr(Gather, "_copy", lambda self, *args: [copied.append(1), copy(self, *args)][1])
+    monkeypatch.setattr(Gather, "_copy", lambda self, copies: [copied.extend(copies), copy(self, copies)][1])
     with KVStore(tmp_path) as store:
         store.precompute(model, ids, method=Plain(geometry=geometry), progress=False)
         cache = TieredCache(model, store, method=Plain(geometry=geometry), record=False)
