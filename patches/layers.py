@@ -22,7 +22,6 @@ from ..errors import UnsupportedModelError
 from .replacement import Replacement
 from .rope import picked
 from .scope import CACHE_ARGUMENTS, Scope, current
-from .tap import RotaryTap
 
 _KNOWN_ARGUMENTS = frozenset(
     {
@@ -181,8 +180,16 @@ def _narrowed_arguments(
     if layer in scope.hidden_indexes:
         hidden_states = picked(hidden_states, scope.hidden_indexes[layer], 1)
     # the other arguments are made once, for the first layer's queries, and passed to every layer
-    masks = () if scope.recompute_lengths else ("attention_mask",)  # not cut: it covers the suffix alone
-    narrowed_kwargs = {name: _slice_argument(name, value, indexes, masks, scope.tap) for name, value in kwargs.items()}
+    narrowed_kwargs = dict(kwargs)
+    dims = {"position_ids": 1, "position_embeddings": 1}  # some models pass cos and sin as one complex tensor
+    if not scope.recompute_lengths:  # otherwise the mask covers the suffix alone
+        dims["attention_mask"] = 2
+    for name, dim in dims.items():
+        value = kwargs.get(name)
+        if isinstance(value, torch.Tensor) and (dim == 1 or value.ndim == 4):
+            narrowed_kwargs[name] = picked(value, indexes, dim)
+        elif name == "position_embeddings" and value is not None:
+            narrowed_kwargs[name] = scope.tap.pick(value, indexes)
     if args:
         return (hidden_states, *args[1:]), narrowed_kwargs
     return args, narrowed_kwargs | {"hidden_states": hidden_states}
@@ -208,15 +215,3 @@ def with_copied_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[t
     if args:
         return (args[0].clone(), *args[1:]), kwargs
     return args, kwargs | {"hidden_states": kwargs["hidden_states"].clone()}
-
-
-def _slice_argument(name: str, value: Any, indexes: torch.Tensor, masks: tuple[str, ...], tap: RotaryTap) -> Any:
-    if value is None:
-        return None
-    if name == "position_ids" or (name == "position_embeddings" and isinstance(value, torch.Tensor)):
-        return picked(value, indexes, 1)  # some models pass cos and sin as one complex tensor
-    if name == "position_embeddings":
-        return tap.pick(value, indexes)
-    if name in masks and isinstance(value, torch.Tensor) and value.ndim == 4:
-        return picked(value, indexes, 2)
-    return value
