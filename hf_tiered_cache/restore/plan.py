@@ -15,7 +15,7 @@ import numpy as np
 
 from ..store.geometry import BlockGroup
 from ..store.segment import SegmentReader
-from .rows import PlanContext, Positions, RowGroup, SegmentSlice, by_row, count_tokens, first_of_end, of_row, row_by_row
+from .rows import PlanContext, Positions, RowGroup, SegmentSlice, by_row, count_tokens, first_of_end, row_by_row
 
 
 @dataclass(frozen=True)
@@ -117,9 +117,18 @@ class Plan:
         high = piece.first + piece.count
         if (span := self.restored_span(layers[-1], window)) is not None:
             return np.arange(max(low, span[0] - start), min(high, span[1] - start))
-        tokens = np.arange(low, high)
-        computed_positions = of_row(self.computed[layers[-1]], group.rows[0])
-        return tokens[~np.isin(tokens + start, computed_positions, assume_unique=True)]
+        tokens, is_computed = np.arange(low, high), self._is_computed[layers[-1]]
+        return tokens[~is_computed[group.rows[0] if len(is_computed) > 1 else 0, tokens + start]]
+
+    @cached_property
+    def _is_computed(self) -> list[np.ndarray]:
+        """Positions that each layer computes, bool `[rows, positions]`; one row if all rows compute the same ones."""
+        masks = {}
+        for positions in {id(positions): positions for positions in self.computed}.values():
+            mask = np.zeros((1 if positions.ndim == 1 else len(positions), self.num_positions), bool)
+            np.put_along_axis(mask, np.atleast_2d(positions), True, axis=1)
+            masks[id(positions)] = mask
+        return [masks[id(positions)] for positions in self.computed]
 
     def restores_alike(self, layers: Sequence[int]) -> bool:
         """Return whether full-attention layers may get the same stored tokens, and overwrite what they compute."""
