@@ -192,7 +192,8 @@ def quality_budget(storage: Storage, fingerprint: str, method: BudgetMethod) -> 
     """
     name, quality = describe_method(method, method.loss_ignores), method.quality
     assert quality is not None
-    findings = [finding for finding in _qualities(storage, fingerprint) if finding.method == name]
+    findings = _loaded(QualityFinding, records_of(storage, f"quality {fingerprint}"))
+    findings = [finding for finding in findings if finding.method == name]
     if not findings:
         storage.disk.warn(
             f"quality of {name}",
@@ -203,9 +204,9 @@ def quality_budget(storage: Storage, fingerprint: str, method: BudgetMethod) -> 
     return min((finding.budget for finding in findings if finding.keeps(quality)), default=1.0)
 
 
-def warn_of_loss(storage: Storage, fingerprint: str, method: BudgetMethod) -> None:
+def warn_of_loss(storage: Storage, method: BudgetMethod, findings: Sequence[QualityFinding]) -> None:
     """Warn once if the smallest measured budget that is not below the method's loses much on this model."""
-    if not (findings := _qualities(storage, fingerprint)):
+    if not findings:
         return
     name = describe_method(method, method.loss_ignores)
     findings = [finding for finding in findings if finding.method == name and finding.budget >= method.budget]
@@ -231,10 +232,6 @@ def keep_quality(storage: Storage, fingerprint: str, findings: list[QualityFindi
     change_records(storage, f"quality {fingerprint}", merged)
 
 
-def _qualities(storage: Storage, fingerprint: str) -> list[QualityFinding]:
-    return _loaded(QualityFinding, records_of(storage, f"quality {fingerprint}"))
-
-
 def calibrated_ratio(storage: Storage, fingerprint: str, device: torch.device, tokens: int) -> float | None:
     """Return the ratio of `calibrate` for this model and device, interpolated to `tokens`, or None."""
     records = records_of(storage, f"{fingerprint} {_describe(device)}")
@@ -250,10 +247,12 @@ class PrefixCalibration:
     Args:
         measured: Costs for prefixes of the measured lengths; none without a calibration.
         factors: What prompts have shown since, relative to these costs.
+        losses: Losses that `calibrate_quality` measured for the model.
     """
 
     measured: Sequence[PrefixCosts] = ()
     factors: CostFactors = CostFactors()
+    losses: Sequence[QualityFinding] = ()
 
     def at(self, tokens: int) -> PrefixCosts | None:
         """Return the costs times the factors, interpolated to `tokens` tokens, or None if nothing was measured.
@@ -277,11 +276,11 @@ class PrefixCalibration:
 
 
 def prefix_calibration(storage: Storage, fingerprint: str, device: torch.device, provenance: str) -> PrefixCalibration:
-    """Return what `calibrate_prefix` measured."""
+    """Return what `calibrate_prefix` measured, and the losses of the model."""
     names = _prefix_name(storage, fingerprint, device, provenance), _factors_name(storage, fingerprint, device)
     records = storage.calibrations.read()
-    measured, factors = (records.get(name, []) for name in names)
-    return PrefixCalibration(_loaded(PrefixCosts, measured), _factors_in(factors))
+    measured, factors, losses = (records.get(name, []) for name in (*names, f"quality {fingerprint}"))
+    return PrefixCalibration(_loaded(PrefixCosts, measured), _factors_in(factors), _loaded(QualityFinding, losses))
 
 
 def _by_tier(tokens: int, measured: dict[int, dict[str, float]]) -> dict[str, float]:

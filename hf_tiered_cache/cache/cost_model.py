@@ -246,7 +246,7 @@ def with_measured_settings(
     if isinstance(method, BudgetMethod):
         method = method.with_measured_budget(partial(quality_budget, storage, fingerprint))
         if method.selects:
-            warn_of_loss(storage, fingerprint, method)
+            warn_of_loss(storage, method, calibration.losses)
     if isinstance(method, PrefixMethod):
         is_fixed = method.recompute not in ("auto", 0)
         if (is_fixed or calibration.measured) and can_recompute_prefix(attachment):
