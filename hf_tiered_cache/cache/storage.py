@@ -181,9 +181,9 @@ class Storage:
             and self.remote.fetch_for_prompt(prefix_hashes, rows, start, seconds)
         ):
             rows = self.disk.find(prefix_hashes)
-        while True:
-            runs = longest_prefix(prefix_hashes, rows, start)
-            readers = [self.disk.found(run.row) for run in runs]
+        matched: list[tuple[MatchedRun, SegmentReader]] = []
+        while runs := longest_prefix(prefix_hashes, rows, start):
+            readers = self.disk.found([run.row for run in runs])
             matched = [(run, reader) for run, reader in zip(runs, readers, strict=True) if reader is not None]
             most = {run.row.id: 0 for run in runs} | {run.row.id: usable(reader.shape) for run, reader in matched}
             if all(run.num_hashes <= most[run.row.id] for run in runs):
@@ -193,12 +193,13 @@ class Storage:
             rows = [  # missing, damaged or incomplete: search for other segments
                 replace(row, valid_hashes=min(row.valid_hashes, most.get(row.id, row.valid_hashes))) for row in rows
             ]
+            matched = []
         self._used = (self._used or []) + [run.row.id for run, _ in matched]
         return matched
 
     def found(self, rows: Iterable[SegmentRow]) -> list[SegmentReader | None]:
         """Open the segments of passages that are going to be restored; None for one that cannot be used."""
-        readers = [self.disk.found(row) for row in rows]
+        readers = self.disk.found(list(rows))
         self._used = [*(self._used or []), *(reader.id for reader in readers if reader is not None)]
         return readers
 

@@ -204,7 +204,7 @@ class _Call:
         return [label for label in self.labels if label in missing]
 
     def _reader(self, passage: _Passage) -> SegmentReader | None:
-        return None if passage.row is None else self._storage.disk.found(passage.row)
+        return None if passage.row is None else self._storage.disk.found([passage.row])[0]
 
     def _lacks_ranking(self, passage: _Passage) -> bool:
         method, reader = self._method, self._reader(passage)

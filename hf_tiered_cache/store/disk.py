@@ -99,29 +99,34 @@ class SegmentStore(Space):
 
     def reader(self, segment_id: str) -> SegmentReader | None:
         """Return an open segment, or None (counted and logged) if it cannot be used."""
-        reader = self.readers.get(segment_id)
-        if reader is not None and not reader.is_current():
-            self.forget([segment_id])
-            reader = None
-        if reader is None:
-            try:
-                reader = self._open(segment_id)
-            except (FormatError, OSError, MemoryError) as error:
-                self.report(segment_id, error)
-                return None
-            self.readers.keep(segment_id, reader)
-        return reader
+        (reader,) = self.readers.get(segment_id)
+        return reader if reader is not None and reader.is_current() else self._open_again(segment_id, reader)
 
-    def found(self, row: SegmentRow) -> SegmentReader | None:
-        """Open the segment of a row. Returns None (counted) if it cannot be used or does not match the row.
+    def found(self, rows: Sequence[SegmentRow]) -> list[SegmentReader | None]:
+        """Open the segments of rows; None (counted) for one that cannot be used or does not match its row.
 
         The segment file is authoritative: a wrong row would serve the KV of other tokens. It is read again.
         """
-        reader = self.reader(row.id)
-        if reader is None or row.fits(reader.header, reader.chain):
-            return reader
-        self.index.read_again(row.id)
-        return None
+        readers = self.readers.get(*(row.id for row in rows))
+        for index, (row, reader) in enumerate(zip(rows, readers, strict=True)):
+            if reader is None or not reader.is_current():
+                reader = readers[index] = self._open_again(row.id, reader)
+            if reader is not None and not row.fits(reader.header, reader.chain):
+                self.index.read_again(row.id)
+                readers[index] = None
+        return readers
+
+    def _open_again(self, segment_id: str, outdated: SegmentReader | None) -> SegmentReader | None:
+        """Open a segment that is not open, or replaced since. See `reader`."""
+        if outdated is not None:
+            self.forget([segment_id])
+        try:
+            reader = self._open(segment_id)
+        except (FormatError, OSError, MemoryError) as error:
+            self.report(segment_id, error)
+            return None
+        self.readers.keep(segment_id, reader)
+        return reader
 
     def _open(self, segment_id: str) -> SegmentReader:
         try:

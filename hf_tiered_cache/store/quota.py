@@ -192,7 +192,8 @@ class Space:
     def forget(self, ids: Collection[str]) -> None:
         """Drop everything that this process holds of deleted or replaced segments."""
         for segment_id in ids:
-            if (reader := self.readers.get(segment_id)) is not None:
+            (reader,) = self.readers.get(segment_id)
+            if reader is not None:
                 reader.gone = True
                 self.readers.drop(segment_id)
         for tell in self.on_gone:
@@ -201,9 +202,8 @@ class Space:
     def forget_lost_readers(self) -> None:
         """Close segments that other processes deleted or replaced: an open file still takes disk space."""
         started = time.monotonic()
-        opened = [(segment_id, self.readers.get(segment_id)) for segment_id in self.readers]
-        lost = [name for name, reader in opened if reader is not None and not reader.is_current()]
-        if lost:
+        opened = self.readers.get(*self.readers)
+        if lost := [reader.id for reader in opened if reader is not None and not reader.is_current()]:
             self.forget(lost)
         now = time.monotonic()
         self._next_look = now + _PAUSE_PER_LOOK * (now - started)

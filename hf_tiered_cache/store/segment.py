@@ -233,12 +233,13 @@ class OpenSegments:
         with _segments.locked() as segments:
             return iter([name for store, name in segments if store is self._store])
 
-    def get(self, segment_id: str) -> SegmentReader | None:
+    def get(self, *segment_ids: str) -> list[SegmentReader | None]:
+        """Return segments that are open, or None for each that is not."""
         with _segments.locked() as segments:
-            reader = segments.get((self._store, segment_id))
-            if reader is not None:
-                segments.move_to_end((self._store, segment_id))
-            return reader
+            keys = [(self._store, segment_id) for segment_id in segment_ids]
+            for key in filter(segments.__contains__, keys):
+                segments.move_to_end(key)
+            return [segments.get(key) for key in keys]
 
     def keep(self, segment_id: str, reader: SegmentReader) -> None:
         with _segments.locked() as segments:

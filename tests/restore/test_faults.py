@@ -424,14 +424,14 @@ def test_a_store_closed_under_a_pass_does_not_fail_it(model, root, monkeypatch):
         store.precompute(model, ids, progress=False)
     store = KVStore(root)
     cache = TieredCache(model, store, record=False)
-    open_reader = type(store._storage.disk).reader
+    open_segments = type(store._storage.disk).found
 
-    def close_first(disk, segment_id):
-        reader = open_reader(disk, segment_id)
+    def close_first(disk, rows):
+        readers = open_segments(disk, rows)
         store.close()
-        return reader
+        return readers
 
-    monkeypatch.setattr(type(store._storage.disk), "reader", close_first)
+    monkeypatch.setattr(type(store._storage.disk), "found", close_first)
     assert torch.equal(model.generate(ids, past_key_values=cache, **GREEDY).sequences, expected)
     assert cache.stats.details.recomputed == 1
 
