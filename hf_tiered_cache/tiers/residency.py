@@ -54,7 +54,8 @@ class Residency(TierSet):
         handle = BlockHandle(requests)
         try:
             with self._lock, self._guard:
-                self._pin_requested(handle, device, collector, ahead, later)
+                handle.gpu = self._begin_fetch(device)
+                self._pin_requested(handle, collector, ahead, later)
                 needs = self._needs(handle)
                 slabs = self._missing_slabs(needs) if needs else []
                 pending_read = None if slabs else self._begin(handle, collector)
@@ -86,20 +87,16 @@ class Residency(TierSet):
     def _pin_requested(
         self,
         handle: BlockHandle,
-        device: torch.device,
         collector: StatsCollector,
         ahead: bool,
         later: Iterable[BlockRequest],
     ) -> None:
         """Pin the requested blocks that are already in memory. The others are to be read from disk."""
-        self.prepare(device)
-        pin, gpu = handle.pin, self._gpu(device)
-        self._tick()
-        handle.gpu, pin.stream = gpu, None if gpu is None else gpu.stream
+        pin, gpu = handle.pin, handle.gpu
+        pin.stream = None if gpu is None else gpu.stream
         self._pins.add(pin)
         for fetched in handle.fetched if ahead else ():
             self._limit_to_budgets(fetched, gpu)
-        self._pins.await_moves_down(pin.stream)
         for fetched in handle.fetched:
             fetched.from_disk = fetched.chunks  # until a tier is found to hold them
         tiers = [self.host] if gpu is None else [gpu.tier, self.host]
