@@ -122,7 +122,7 @@ class Executor(CacheState):
             plan = None
             if not reason and replans:
                 plan = sequence.plan(request, whole=is_chunk and not in_pieces)
-            if plan is not None:
+            if type(plan) is Plan:  # the other kinds restore only what is completely stored
                 plan, reason = choose_strategy(plan, sequence)
             try:
                 output, plan = self._run_planned(cache, request, sequence, plan, forward)
@@ -274,7 +274,7 @@ class Executor(CacheState):
             forward_pass = ForwardPass(*common)
         else:
             if isinstance(self.method, BudgetMethod):
-                for geometry in {reader.shape.geometry for reader in plan.readers}:
+                for geometry in {reader.shape.geometry for reader in plan.readers} - {self.method.geometry}:
                     if warning := self.method.geometry_warning(geometry):
                         self.store.disk.warn(warning, warning)
             kind = RefiningForward if isinstance(plan, PassagesPlan) else RestoringForward

@@ -304,3 +304,8 @@ def is_number(value: Any, low: float = -inf, high: float = inf) -> bool:
 def is_count(value: Any) -> bool:
     """Return whether a value of an option is a whole number of at least 0."""
     return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0
+
+
+def count_of(share: float, tokens: int) -> int:
+    """Return how many tokens a share is, rounded down. 1e-9 corrects rounding: 0.29 * 100 is slightly less than 29."""
+    return int(share * tokens + 1e-9)

@@ -20,8 +20,8 @@ import torch
 from ..passages.ranking import LOW_FREQUENCIES, RANKED_IN_CONTEXT
 from ..passages.recompute import LOWEST
 from ..restore.rows import SegmentSlice
-from .base import is_count, is_number, require
-from .passages import Passages, check_share, count_of
+from .base import count_of, is_count, is_number, require
+from .passages import Passages, check_share
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -19,7 +19,7 @@ from ..restore.rows import PlanContext, Positions, SegmentSlice, of_row, repeats
 from ..store.codecs import coded_provenance
 from ..store.format import passage_provenance
 from ..store.geometry import Geometry
-from .base import Method, is_count, is_number, require
+from .base import Method, count_of, is_count, is_number, require
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -215,11 +215,6 @@ def _question_tokens(context: PlanContext, max_tokens: int) -> tuple[int, ...]:
             end = group.pad + group.tokens - context.base
             counts |= dict.fromkeys(group.rows, min(context.num_positions - end, max_tokens))
     return tuple(counts[row] for row in sorted(counts)) if any(counts.values()) else ()
-
-
-def count_of(share: float, tokens: int) -> int:
-    """Return how many tokens a share is, rounded down. 1e-9 corrects rounding: 0.29 * 100 is slightly less than 29."""
-    return int(share * tokens + 1e-9)
 
 
 def check_share(recompute: float) -> None:
