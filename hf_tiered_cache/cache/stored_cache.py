@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -32,6 +33,10 @@ from .suitability import cannot_mask, check_causal, check_depth, check_suits
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+
+_THREAD = "_thread"
+"""Attribute of a cache with the identifier of the thread that uses it; there is none while nobody does."""
 
 
 class StoredCache(Cache, ServedCache):
@@ -116,16 +121,32 @@ class StoredCache(Cache, ServedCache):
             raise CacheMismatchError(
                 f"this cache belongs to another {type(self.model).__name__}; create one for this model"
             )
-        output = self._executor.run(self, forward, kwargs)
-        if not self._executor.generates and self._executor.restored is not None:
-            self.end_generation()
+        self._claim()
+        try:
+            output = self._executor.run(self, forward, kwargs)
+            if not self._executor.generates and self._executor.restored is not None:
+                self.end_generation()
+        finally:
+            if not self._executor.generates:
+                self.__dict__.pop(_THREAD, None)
         return output
+
+    def _claim(self) -> None:
+        """Reserve the cache for this thread. Raises CacheMismatchError if another thread uses it."""
+        thread = threading.get_ident()
+        if self.__dict__.setdefault(_THREAD, thread) != thread:
+            raise CacheMismatchError("another thread uses this cache; create a cache of the store for each thread")
 
     def end_generation(self, is_complete: bool = True) -> None:
         """End a `generate()`, and unless it has failed check some restored tokens, if due (see `SpotChecks`)."""
         self._executor.generates = False
-        if not is_complete:
-            return
+        try:
+            if is_complete:
+                self._check_restored()
+        finally:
+            self.__dict__.pop(_THREAD, None)
+
+    def _check_restored(self) -> None:
         executor, checks = self._executor, self._executor.store.spot_checks
         run, executor.restored = executor.restored, None
         sequence = executor.sequence
@@ -189,6 +210,17 @@ class StoredCache(Cache, ServedCache):
         """
         if not input_ids.shape[1]:
             raise ConfigError("the prompt has no tokens; pass at least one, such as the tokenizer's bos_token_id")
+        self._claim()
+        try:
+            self._drop_for(input_ids, copies, mask)
+        except BaseException:
+            self.__dict__.pop(_THREAD, None)
+            raise
+        self._executor.generates = True
+        self._executor.new_prompt = 0 if self.get_seq_length() else input_ids.shape[1]
+
+    def _drop_for(self, input_ids: torch.Tensor, copies: int, mask: torch.Tensor | None) -> None:
+        """Forget what is not the beginning of a prompt. See `continue_with`."""
         executor = self._executor
         if executor.conversation is not None:
             executor.conversation.begin_pass(is_prompt=True, is_empty=True, ids=input_ids)
@@ -201,8 +233,6 @@ class StoredCache(Cache, ServedCache):
                 self.crop(-dropped)
             except RuntimeError:  # a window or a selection cannot be cropped: try the store
                 self._start_over(executor.collector)
-        self._executor.generates = True
-        self._executor.new_prompt = 0 if self.get_seq_length() else input_ids.shape[1]
 
     # --- called by layers and generate()
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
+import threading
 import weakref
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -458,6 +460,32 @@ def test_a_cache_that_is_emptied_within_generate_ends_it_with_an_error(store, em
     empty(cache)
     logits = model(input_ids=prompt(70), past_key_values=cache).logits[:, -1]
     assert torch.allclose(logits, model(prompt(70)).logits[:, -1], atol=1e-5)
+
+
+def test_a_cache_is_used_by_one_thread_at_a_time(store):
+    """Two threads would append their tokens to one sequence."""
+    model, errors = build("llama"), []
+    cache = TieredCache(model, store)
+
+    def intrude():
+        for use in (partial(model.generate, **GREEDY), model):
+            try:
+                use(prompt(80, seed=1), past_key_values=cache)
+            except CacheMismatchError as error:
+                errors.append(str(error))
+
+    def processor(ids, scores):
+        if ids.shape[1] == 72:
+            thread = threading.Thread(target=intrude)
+            thread.start()
+            thread.join()
+        return scores
+
+    answer = model.generate(prompt(70), past_key_values=cache, logits_processor=[processor], **GREEDY)
+    assert torch.equal(answer, plain(model, prompt(70)))
+    assert len(errors) == 2 and "another thread" in errors[0]
+    intrude()
+    assert len(errors) == 2
 
 
 def test_a_cache_that_is_reset_keeps_nothing_of_what_was(model, store):
