@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dis
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any, cast
 
@@ -21,7 +21,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .layers import code_of, decoder_layers
+from .layers import code_of, decoder_layers, modules_in
 from .replacement import Patch, Replacement
 from .rope import on
 from .scope import AttentionCall, Scope, current
@@ -40,13 +40,15 @@ def can_select(config: PreTrainedConfig) -> bool:
     return config._attn_implementation in SELECTING
 
 
-def shows_queries(model: PreTrainedModel) -> bool:
+def shows_queries(model: PreTrainedModel, cache_layers: Sequence[Any] = ()) -> bool:
     """Return whether the model attends through the registered functions, to the keys that it passes to its cache.
 
-    Latent attention (MLA) caches what keys are computed from. Some layers attend to the keys of an earlier layer.
+    Latent attention (MLA) caches what keys are computed from. Some layers attend to the keys of an earlier layer. The
+    layers of a cache for this model show which ones; without them, a cache is made.
     """
     config = model.config.get_text_config(decoder=True)
-    num_caching = sum(isinstance(layer, CacheLayerMixin) for layer in DynamicCache(config=config).layers)
+    cache_layers = cache_layers or DynamicCache(config=config).layers
+    num_caching = sum(isinstance(layer, CacheLayerMixin) for layer in cache_layers)
     if getattr(config, "kv_lora_rank", None) or num_caching < config.num_hidden_layers:
         return False
     names = {kind.__module__ for kind in _attention_classes(model)}
@@ -70,7 +72,7 @@ def _passes_mask_on(forward: Callable[..., Any]) -> bool:
 
 def _attention_classes(model: PreTrainedModel) -> set[Any]:
     layers = decoder_layers(model, model.config.get_text_config(decoder=True).num_hidden_layers)
-    return {kind for kind in map(type, layers.modules()) if "Attention" in kind.__name__}
+    return {kind for kind in map(type, modules_in(layers)) if "Attention" in kind.__name__}
 
 
 def can_scatter(config: PreTrainedConfig) -> bool:

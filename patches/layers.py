@@ -93,6 +93,14 @@ def decoder_layers(model: nn.Module, count: int) -> nn.ModuleList:
     )
 
 
+def modules_in(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield a module and all modules in it, as `modules()` does in five times the time. Shared ones come repeatedly."""
+    modules = [module]
+    while modules:
+        yield (module := modules.pop())
+        modules.extend(part for part in reversed(module._modules.values()) if part is not None)
+
+
 def code_of(function: Callable[..., Any]) -> CodeType | None:
     """Return the code of a function without its decorators, or None if it is not written in Python."""
     return getattr(inspect.unwrap(function), "__code__", None)
@@ -108,7 +116,7 @@ def devices_of(model: PreTrainedModel, count: int) -> list[torch.device]:
     for layer in layers:
         device = getattr(getattr(layer, "_hf_hook", None), "execution_device", None)
         if device is None:
-            parts = (part for module in layer.modules() for part in module._parameters.values())
+            parts = (part for module in modules_in(layer) for part in module._parameters.values())
             device = next((part.device for part in parts if part is not None and not part.is_meta), "cpu")
         devices.append(torch.device("cuda", device) if isinstance(device, int) else torch.device(device))
     return devices
@@ -206,7 +214,7 @@ def has_no_side_effects(layer: nn.Module) -> bool:
         module.training
         or "forward" in module.__dict__
         or (module is not layer and (module._forward_pre_hooks or module._forward_hooks))
-        for module in layer.modules()
+        for module in modules_in(layer)
     )
 
 

@@ -206,7 +206,8 @@ class RestoringForward(ForwardPass):
         if plan.suffix is None:
             if not can_scatter(config):
                 raise needs_attention(self.method, self.attachment.model, WRAPPED)
-            if isinstance(plan, RecomputePlan) and can_select(config) and shows_queries(self.attachment.model):
+            model = self.attachment.model
+            if isinstance(plan, RecomputePlan) and can_select(config) and shows_queries(model, self.layers):
                 self.recompute_lengths = plan.recompute_lengths
             length = self.recompute_lengths[0] if self.recompute_lengths else 0
             self.positions = to_device(plan.computed[0][length:] + plan.base, self._devices[0])
@@ -317,7 +318,8 @@ class RefiningForward(RestoringForward):
         assert isinstance(plan, PassagesPlan) and isinstance(self.method, Passages)
         self.plan = plan
         self._first_narrowed = 1
-        self.selects = can_select(self.attachment.config) and shows_queries(self.attachment.model)  # `attend` runs
+        model, config = self.attachment.model, self.attachment.config
+        self.selects = can_select(config) and shows_queries(model, self.layers)  # `attend` runs
         self.preview_layer = plan.compare_layer if self.selects else None
         self._previews = False  # whether this layer runs up to its attention now
         self._kv_deviation: torch.Tensor | None = None  # float32 [batch, n], KV deviation at the comparing layer

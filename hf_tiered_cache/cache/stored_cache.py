@@ -348,7 +348,7 @@ def prepare(model: nn.Module, method: Method) -> tuple[Attachment, list[Any]]:
         check_causal(inner)
     selects = isinstance(method, BudgetMethod) and method.selects
     layers = sources_for(inner, SelectedSource if selects else DenseSource)
-    check_suits(method, inner)
+    check_suits(method, inner, layers)
     attachment = attach(inner)
     attachment.causal = True
     check_depth(attachment)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dis
 import inspect
+from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -101,8 +103,8 @@ def check_depth(attachment: Attachment) -> None:
         )
 
 
-def check_suits(method: Method, model: PreTrainedModel) -> None:
-    """Refuse a method that needs more of a model's attention than the model exposes.
+def check_suits(method: Method, model: PreTrainedModel, cache_layers: Sequence[Any]) -> None:
+    """Refuse a method that needs more of the model's attention than it exposes, given the layers of a cache for it.
 
     Raises:
         ConfigError: Another attention implementation is sufficient.
@@ -110,7 +112,7 @@ def check_suits(method: Method, model: PreTrainedModel) -> None:
     """
     config = model.config.get_text_config(decoder=True)
     if isinstance(method, BudgetMethod) and method.selects:
-        if not shows_queries(model):
+        if not shows_queries(model, cache_layers):
             raise cannot_select(method, model)
         if not can_select(config):
             raise needs_attention(method, model, SELECTING)
