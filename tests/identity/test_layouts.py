@@ -9,7 +9,7 @@ import torch
 from families import ROUNDS_MORE, build, prompt
 
 from hf_tiered_cache import TieredCache
-from hf_tiered_cache.identity import Fingerprinter, fingerprint
+from hf_tiered_cache.identity import Fingerprinter, fingerprint, weights
 
 
 def cut(weight):
@@ -32,6 +32,33 @@ def test_another_layout_of_the_same_memory_is_noticed(edit):
     with torch.no_grad():
         edit(model.model.layers[1].mlp.up_proj.weight)
     assert name() == fingerprint(model) != before
+
+
+@pytest.mark.parametrize("edit", [cut, cut_storage, read_as_half])
+def test_another_layout_is_noticed_without_the_check_of_torch_compile(edit, monkeypatch):
+    monkeypatch.setattr(weights, "TensorGuards", None)
+    test_another_layout_of_the_same_memory_is_noticed(edit)
+
+
+def test_layouts_are_read_one_by_one_only_after_a_change_of_the_mode(monkeypatch):
+    """Then PyTorch's check must be made again, but no weight is read again."""
+    model, reads = build("llama"), []
+    name = Fingerprinter(model)
+    identity, digests = name.look(), name._weights
+    read_places = weights.WeightDigests._read_places
+    monkeypatch.setattr(weights.WeightDigests, "_read_places", lambda self: reads.append(self) or read_places(self))
+    for _ in range(3):
+        assert name.look(begins_request=False) is identity
+    assert not reads
+    model.requires_grad_(False)
+    for _ in range(3):
+        assert name.look(begins_request=False) is identity
+    assert len(reads) == 1
+    with torch.autocast("cpu", torch.bfloat16):
+        assert name.look(begins_request=False) is not identity
+    assert name.look(begins_request=False) is identity
+    assert len(reads) == 3
+    assert name._weights is digests
 
 
 def test_the_same_bits_of_another_dtype_are_noticed():
