@@ -34,7 +34,7 @@ from lib.common import (
     random_prompts,
     ratio,
 )
-from lib.pages import machine, machine_text, plain_ticks, pyplot, save, save_figure, table
+from lib.pages import machine, machine_text, plain_ticks, save, save_figure, table
 from lib.slow_disk import SlowDisk, SlowDiskEngine
 from tqdm.auto import tqdm
 from transformers import DynamicCache
@@ -207,10 +207,8 @@ def _seconds(cell: dict[str, Any], name: str) -> str:
     return f"**{text}**" if name == cell["best"] else text
 
 
-def plot(document: dict[str, Any], path: Path) -> None:
+def plot(plt: Any, document: dict[str, Any], path: Path) -> None:
     """Draw the times of all systems relative to the best candidate, for each disk and length."""
-    if (plt := pyplot()) is None:
-        return
     disks = document["disks"]
     figure, all_axes = plt.subplots(1, len(disks), figsize=(3.2 * len(disks) + 1.5, 4), sharey=True, squeeze=False)
     for axes, (disk_name, disk) in zip(all_axes[0], disks.items(), strict=True):

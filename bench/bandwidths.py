@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 from lib.common import build
-from lib.pages import machine, machine_text, plain_ticks, pyplot, save, save_figure, table
+from lib.pages import draw, machine, machine_text, plain_ticks, save, save_figure, table
 from lib.serving import Bench, System, add_arguments, ask_all
 from lib.telling import MIB, calibrated, first_cells, workload_and_memory
 from lib.workload import RandomTokens, requests
@@ -68,7 +68,7 @@ def measure(
         (summary,) = ask_all([(bench, selected_systems)], description)
         document["disks"].append({"bytes_per_second": bench.bandwidth or "real", "systems": summary})
         save(path.parent, path.name, document, report(document))
-        plot(document, path.with_name(f"{path.name}.png"))
+        draw(plot, document, path.with_name(f"{path.name}.png"))
 
 
 def recomputed(bench: Bench) -> float:
@@ -186,10 +186,8 @@ def _memory(disks: list[dict[str, Any]]) -> str:
     return f"{'; '.join(sentences) or 'No system has an index'}; the others use the same total for blocks only."
 
 
-def plot(document: dict[str, Any], path: Path) -> None:
+def plot(plt: Any, document: dict[str, Any], path: Path) -> None:
     """Plot times over bandwidth, with the paper's disk by both calibrations."""
-    if (plt := pyplot()) is None:
-        return
     figure, axes = plt.subplots(figsize=(8, 5))
     disks = emulated(document)
     speeds = [disk["bytes_per_second"] / 1e6 for disk in disks]

@@ -50,7 +50,7 @@ from lib.common import (
     ratio_interval,
     seconds,
 )
-from lib.pages import machine, machine_text, plain_ticks, pyplot, save, save_figure, table
+from lib.pages import draw, machine, machine_text, plain_ticks, save, save_figure, table
 from lib.slow_disk import SlowDisk, SlowDiskEngine
 from lib.stored import payload_bytes, shapes_of
 from lib.workload import REFERENCE, Prompts, RandomTokens, ReferenceLanguage, RunningText, Turn, turns_of
@@ -425,10 +425,8 @@ def aims_of(name: str, figures: dict[str, dict[str, Any]]) -> str:
     )
 
 
-def plot(document: dict[str, Any], path: Path) -> None:
-    """Plot the median TTFT by rate, where matplotlib is installed."""
-    if (plt := pyplot()) is None:
-        return
+def plot(plt: Any, document: dict[str, Any], path: Path) -> None:
+    """Plot the median TTFT by rate."""
     rates = {
         rate: summaries
         for rate, rate_results in document["rates"].items()
@@ -527,7 +525,7 @@ def main() -> None:
             bench.measure(rate, note)
         document["decode"] = bench.decoding()
         write()
-        plot(document, arguments.out / f"{name}.png")
+        draw(plot, document, arguments.out / f"{name}.png")
         print(report(document))
 
 

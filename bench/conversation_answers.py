@@ -39,7 +39,7 @@ import torch
 from decode_answers import compare, note
 from lib.common import load, parser_of
 from lib.conversation_ways import NOISE, FixedPairs, Watching, Way, attended, forgetful, kv_bytes, ways
-from lib.pages import machine, machine_text, pyplot, save, table
+from lib.pages import machine, machine_text, save, table
 from lib.stored import payload_bytes, shapes_of
 from lib.workload import REFERENCE
 from tqdm.auto import tqdm
@@ -465,10 +465,8 @@ def kind_text(results: dict[str, Any], score: str) -> str:
     )
 
 
-def plot(document: dict[str, Any], path: Path) -> None:
+def plot(plt: Any, document: dict[str, Any], path: Path) -> None:
     """Plot quality over storage: a column for each kind, score above, divergence below."""
-    if (plt := pyplot()) is None:
-        return
     variants, kinds = ways(), document["found"]
     width = max(7, 5 * len(kinds))
     figure, axes = plt.subplots(2, len(kinds), figsize=(width, 8), sharex=True, squeeze=False, layout="constrained")

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from lib.common import listed, parser_of
 from lib.fleet_model import HOME, MOST_MACHINES, RANDOM, Costs, Fleet, summary
-from lib.pages import machine, publish, pyplot, table
+from lib.pages import machine, publish, table
 from lib.traces import WORKLOADS, Workload, describe
 from tqdm.auto import tqdm
 
@@ -194,10 +194,8 @@ def workload_tables(workload: dict[str, Any], options: dict[str, Any]) -> list[s
     return text
 
 
-def plot(result: dict[str, Any], path: Path) -> None:
+def plot(plt: Any, result: dict[str, Any], path: Path) -> None:
     """Draw hit rates and times by the number of machines, and hit rates by the sizes of disk and pool."""
-    if (plt := pyplot()) is None:
-        return
     options, workloads = result["options"], result["workloads"]
     disk, remote = default_disk(argparse.Namespace(**options)), f"{options['remotes'][len(options['remotes']) // 2]:g}"
     # if sessions return to their machine, a remote adds so little that the lines would cover each other

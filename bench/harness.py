@@ -20,7 +20,7 @@ import lm_eval
 import numpy as np
 import torch
 from lib.common import listed, parser_of
-from lib.pages import machine, machine_text, publish, pyplot, save_figure, table
+from lib.pages import machine, machine_text, publish, save_figure, table
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
@@ -111,10 +111,8 @@ def report(document: dict[str, Any]) -> str:
     )
 
 
-def plot(document: dict[str, Any], path: Path) -> None:
+def plot(plt: Any, document: dict[str, Any], path: Path) -> None:
     """Plot the right answers of each task: a bar for full KV, and one for each budget."""
-    if (plt := pyplot()) is None:
-        return
     figure, axes = plt.subplots(figsize=(6.5, 3.5))
     names = [HF, *(way_of(budget) for budget in document["budgets"])]
     width = 0.8 / len(names)

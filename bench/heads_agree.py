@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from choices import questions
 from lib.common import add_questions, parser_of
-from lib.pages import machine, pyplot, save, save_figure, table
+from lib.pages import draw, machine, save, save_figure, table
 from tqdm.auto import tqdm
 
 from eval.models import load
@@ -78,10 +78,8 @@ def summary(similarities: np.ndarray, budget: float) -> list[str]:
     ]
 
 
-def plot(runs: list[dict[str, Any]], path: Path) -> None:
+def plot(plt: Any, runs: list[dict[str, Any]], path: Path) -> None:
     """Plot the index of each layer: a panel for each model, a color for each task, dotted for the smaller budget."""
-    if (plt := pyplot()) is None:
-        return
     models = list(dict.fromkeys(run["model"] for run in runs))
     tasks, budgets = (list(dict.fromkeys(run[key] for run in runs)) for key in ("task", "budget"))
     figure, axes = plt.subplots(1, len(models), figsize=(5 * len(models) + 2, 3.6), sharey=True, squeeze=False)
@@ -152,7 +150,7 @@ def main(argv: list[str] | None = None) -> None:
     }
     text = report(document)
     save(arguments.out, "heads-agree", document, text)
-    plot(runs, arguments.out / "heads-agree.png")
+    draw(plot, runs, arguments.out / "heads-agree.png")
     print(text)
 
 

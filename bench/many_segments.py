@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from lib.common import build, forget_page_cache, listed, median, parser_of
-from lib.pages import machine, machine_text, plain_ticks, pyplot, save, table
+from lib.pages import machine, machine_text, plain_ticks, save, table
 from tqdm.auto import tqdm
 
 from hf_tiered_cache import KVStore, TieredCache
@@ -178,11 +178,8 @@ def _shown(times: list[float]) -> str:
     )
 
 
-def draw(document: dict[str, Any], path: Path) -> None:
+def plot(plt: Any, document: dict[str, Any], path: Path) -> None:
     """Draw the medians over the number of segments."""
-    plt = pyplot()
-    if plt is None:
-        return
     figure, panels = plt.subplots(1, 2, figsize=(10, 4.5), sharey=True, layout="constrained")
     sizes = [result["segments"] for result in document["results"]]
     calls = [name for name in MEASURES if name not in COMMANDS]
@@ -225,7 +222,7 @@ def main() -> None:
             results.append(counts | {"seconds": seconds})
             print(segments, {name: _shown(times) for name, times in seconds.items()})
     document = {"machine": machine_info, "repeats": arguments.repeats, "tokens": TOKENS, "results": results}
-    save(arguments.out, "many-segments-cpu", document, report(document), draw)
+    save(arguments.out, "many-segments-cpu", document, report(document), plot)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from lib.common import SHAPES, Peak, add_size, build, forget_page_cache, listed, parser_of
 from lib.made_contexts import SUFFIX, TAG, Contexts
-from lib.pages import machine, machine_text, publish, pyplot, table
+from lib.pages import machine, machine_text, publish, table
 from tqdm.auto import tqdm
 
 from hf_tiered_cache import KVStore, TieredCache
@@ -174,10 +174,8 @@ def report(document: dict[str, Any]) -> str:
     return text
 
 
-def plot(document: dict[str, Any], path: Path) -> None:
-    """Plot memory beyond the budgets over the KV, where matplotlib is installed."""
-    if (plt := pyplot()) is None:
-        return
+def plot(plt: Any, document: dict[str, Any], path: Path) -> None:
+    """Plot memory beyond the budgets over the KV."""
     figure, axes = plt.subplots(figsize=(7, 4.2))
     for caches in sorted({result["caches"] for result in document["results"]}):
         points = [(r["kv_bytes"] / MIB, r["beyond_bytes"] / MIB) for r in document["results"] if r["caches"] == caches]

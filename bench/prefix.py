@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from lib import peers
 from lib.common import add_shape, build, first_token, forget_page_cache, interleaved, median, parser_of, ratio, seconds
-from lib.pages import machine, machine_text, plain_ticks, pyplot, save, table
+from lib.pages import draw, machine, machine_text, plain_ticks, save, table
 from lib.raw_disk import direct_read, fio
 from tqdm.auto import tqdm
 from transformers import DynamicCache, PreTrainedModel
@@ -357,10 +357,8 @@ def _met(value: float, sign: str, aim: float) -> bool:
     return value >= aim if sign == ">=" else value <= aim
 
 
-def plot(document: dict[str, Any], path: Path) -> None:
-    """Plot TTFT over prefix length, where matplotlib is installed."""
-    if (plt := pyplot()) is None:
-        return
+def plot(plt: Any, document: dict[str, Any], path: Path) -> None:
+    """Plot TTFT over prefix length."""
     figure, axes = plt.subplots(figsize=(6.5, 4.5), layout="constrained")
     lengths = [r["prefix"] for r in document["results"]]
     for key, label in (
@@ -428,7 +426,7 @@ def main() -> None:
         }
         name = arguments.name or f"prefix-{arguments.model or arguments.shape}-{arguments.dtype}-{bench.device.type}"
         save(arguments.out, name, document, report(document))
-        plot(document, arguments.out / f"{name}.png")
+        draw(plot, document, arguments.out / f"{name}.png")
         print(report(document))
     finally:
         shutil.rmtree(folder, ignore_errors=True)

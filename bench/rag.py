@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 from lib.common import add_model_arguments, figures_of, first_token, listed, model_of, parser_of
-from lib.pages import machine, machine_text, plain_ticks, pyplot, save, save_figure, table
+from lib.pages import draw, machine, machine_text, plain_ticks, save, save_figure, table
 from lib.rag_load import batch, serve, tables
 from lib.slow_disk import SlowDisk, SlowDiskEngine
 from tqdm.auto import tqdm
@@ -326,10 +326,8 @@ def report(result: dict[str, Any], measured_on: dict[str, Any]) -> str:
     return "\n".join(text)
 
 
-def plot(result: dict[str, Any], path: Path) -> None:
+def plot(plt: Any, result: dict[str, Any], path: Path) -> None:
     """Plot the time to first token including waiting over the arrival rate: a panel for each medium."""
-    if (plt := pyplot()) is None:
-        return
     media = result["arrivals"]
     figure, axes = plt.subplots(1, len(media), figsize=(3.6 * len(media) + 2, 4.2), sharey=True, squeeze=False)
     for panel, (medium, points_by_system) in zip(axes[0], media.items(), strict=True):
@@ -390,7 +388,7 @@ def main() -> None:
         bench = Bench(arguments, Path(folder))
         bench.measure(arguments.media, note)
         bench.measure_load(arguments.clients, arguments.batches, note)
-    plot(result, arguments.out / f"{name}.png")
+    draw(plot, result, arguments.out / f"{name}.png")
     print(report(result, measured_on))
 
 

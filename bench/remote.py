@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from lib.common import interleaved, listed, median, parser_of
 from lib.machines import DISK, HOST, RECOMPUTE, SUFFIX, Machine, at_once
-from lib.pages import machine, machine_text, plain_ticks, publish, pyplot, save_figure, table
+from lib.pages import machine, machine_text, plain_ticks, publish, save_figure, table
 from tqdm.auto import tqdm
 
 from hf_tiered_cache.remote.link import SLOW
@@ -303,10 +303,8 @@ Seconds to compute the prompt, and to send it in the background.
 """
 
 
-def plot(document: dict[str, Any], path: Path) -> None:
+def plot(plt: Any, document: dict[str, Any], path: Path) -> None:
     """Draw times to first token over the prefix length, of one machine at a time."""
-    if (plt := pyplot()) is None:
-        return
     figure, axes = plt.subplots(figsize=(7, 4.5))
     results = document["results"]
     for way in (RECOMPUTE, *document["links"], *document["engines"], DISK, HOST):

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 from lib.common import median, parser_of
-from lib.pages import machine, machine_text, plain_ticks, pyplot, save, table
+from lib.pages import machine, machine_text, plain_ticks, save, table
 from remote import start
 from tqdm.auto import tqdm
 
@@ -234,10 +234,8 @@ def _shown(times: list[float]) -> str:
     return text(median(times)) + (f" ({text(float(np.percentile(times, 95)))})" if len(times) > 1 else "")
 
 
-def draw(document: dict[str, Any], path: Path) -> None:
+def plot(plt: Any, document: dict[str, Any], path: Path) -> None:
     """Draw the medians of all measures by engine."""
-    if (plt := pyplot()) is None:
-        return
     figure, axes = plt.subplots(figsize=(7.5, 3), layout="constrained")
     labels = {"hit": "look-up, hit", "miss": "look-up, miss", "names": "names of all segments", "ls": "ls", "gc": "gc"}
     for result in document["results"]:
@@ -278,7 +276,7 @@ def main() -> None:
             except MissingServerError as error:
                 missing[engine] = str(error)
             document = {"machine": on, "missing": missing, "results": results}
-            save(arguments.out, "remote-segments-cpu", document, report(document), draw)
+            save(arguments.out, "remote-segments-cpu", document, report(document), plot)
     print(report(document))
 
 

@@ -19,6 +19,9 @@ import transformers
 
 import hf_tiered_cache
 
+Plot = Callable[[Any, Any, Path], None]
+"""Function that draws results to a file, given `matplotlib.pyplot`."""
+
 
 def machine(device: torch.device, folder: Path) -> dict[str, Any]:
     """Describe the hardware and software of a measurement."""
@@ -66,7 +69,7 @@ def save(
     name: str,
     document: dict[str, Any],
     markdown: str,
-    plot: Callable[[dict[str, Any], Path], None] = lambda document, path: None,
+    plot: Plot | None = None,
 ) -> None:
     """Write `<name>.json` and `<name>.md`, with the measured commit at the end unless the page names it.
 
@@ -77,7 +80,7 @@ def save(
         name: Name of the files without suffix.
         document: Results, with the result of `machine` as "machine".
         markdown: Page of results.
-        plot: Function that draws the results to `<name>.png`.
+        plot: Function that draws the results to `<name>.png`, or None.
     """
     from hf_tiered_cache.cli.output import replacing  # needs packages that a rented machine may lack
 
@@ -94,7 +97,8 @@ def save(
             temporary.write_text(text)
     picture = out / f"{free_name}.png"
     picture.unlink(missing_ok=True)  # another link to it keeps the earlier picture
-    plot(document, picture)
+    if plot is not None:
+        draw(plot, document, picture)
 
 
 def publish(
@@ -102,7 +106,7 @@ def publish(
     name: str,
     document: dict[str, Any],
     report: Callable[[dict[str, Any]], str],
-    plot: Callable[[dict[str, Any], Path], None] = lambda document, path: None,
+    plot: Plot | None = None,
 ) -> None:
     """Save results with the page that `report` makes of them, see `save`, and print the page."""
     markdown = report(document)
@@ -121,16 +125,16 @@ def _is_replaceable(out: Path, name: str) -> bool:
     return False
 
 
-def pyplot() -> Any | None:
-    """Return matplotlib.pyplot for drawing to files, or None if matplotlib is not installed."""
+def draw(plot: Plot, results: Any, path: Path) -> None:
+    """Draw results to a file. Without matplotlib, there is no file."""
     try:
         import matplotlib
     except ImportError:
-        return None
+        return
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    return plt
+    plot(plt, results, path)
 
 
 def save_figure(figure: Any, path: Path) -> None:

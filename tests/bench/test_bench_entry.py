@@ -77,7 +77,7 @@ def test_results_replace_no_files_of_others(tmp_path, capsys, suffix, kind):
 
     document = {"machine": {"hf_tiered_cache": "0", "commit": "0123"}}
 
-    def plot(document, path):
+    def plot(plt, document, path):
         path.write_bytes(b"picture")
 
     out, notes = tmp_path / "out", tmp_path / "notes"
@@ -101,7 +101,7 @@ def test_results_replace_earlier_ones_but_not_other_links_to_them(tmp_path, caps
     out, backup = tmp_path / "out", tmp_path / "backup"
     for number in range(2):
         document = {"machine": {"hf_tiered_cache": "0", "commit": "0123"}, "number": number}
-        save(out, "fleet", document, f"# Fleet {number}\n", lambda d, path: path.write_text(str(d["number"])))
+        save(out, "fleet", document, f"# Fleet {number}\n", lambda plt, d, path: path.write_text(str(d["number"])))
         if not number:
             shutil.copytree(out, backup, copy_function=os.link)
     assert sorted(path.name for path in out.iterdir()) == ["fleet.json", "fleet.md", "fleet.png"]
