@@ -25,6 +25,25 @@ from tqdm.auto import tqdm
 
 from hf_tiered_cache.store.quota import Limits
 
+_NUMBERS: dict[str, tuple[float, str]] = {
+    "memory": (256.0, "memory of a machine for KV in GB"),
+    "server": (1000.0, "size of the one server in GB"),
+    "server-bandwidth": (12.5, "bandwidth of the one server in GB/s"),
+    "link": (12.5, "bandwidth from the remote to a machine in GB/s"),
+    "look-up": (0.001, "seconds of a look-up in the remote"),
+    "host-bandwidth": (25.0, "GB/s from memory to the GPU"),
+    "disk-bandwidth": (6.0, "GB/s from disk"),
+    "parameters": (8.03e9, "number of parameters"),
+    "layers": (32, "number of layers"),
+    "width": (4096, "heads × size of a head"),
+    "token-bytes": (131072, "bytes of KV per token"),
+    "tflops": (400.0, "sustained 10^12 operations per second"),
+    "load": (0.5, "share of the time that computing all prompts would take"),
+    "seconds": (3600.0, "simulated seconds"),
+    "warm-up": (1200.0, "simulated seconds that are not counted"),
+    "seed": (1, "random seed"),
+}
+"""Options of one number: the default, which has the type of the option, and the help."""
 NEAR = 0.03
 """Maximum difference between the hit ratio of a generated stream and the published one."""
 NONE, SERVER, UNLIMITED = "none", "one server", "unlimited"
@@ -257,24 +276,10 @@ def main() -> None:
     add = parser.add_argument
     add("--machines", type=listed(int), default=[1, 10, 100, 1000], help="numbers of machines, separated by commas")
     add("--disks", type=listed(float), default=[500, 1000, 4000], help="sizes of a machine's disk in GB")
-    add("--memory", type=float, default=256, help="memory of a machine for KV in GB")
     add("--remotes", type=listed(float), default=[250, 1000, 4000], help="sizes of the pool in GB per machine")
-    add("--server", type=float, default=1000, help="size of the one server in GB")
-    add("--server-bandwidth", type=float, default=12.5, help="bandwidth of the one server in GB/s")
-    add("--link", type=float, default=12.5, help="bandwidth from the remote to a machine in GB/s")
-    add("--links", type=listed(float), default=[12.5, 5, 3, 1], help="other such bandwidths to compare")
-    add("--look-up", type=float, default=0.001, help="seconds of a look-up in the remote")
-    add("--host-bandwidth", type=float, default=25, help="GB/s from memory to the GPU")
-    add("--disk-bandwidth", type=float, default=6, help="GB/s from disk")
-    add("--parameters", type=float, default=8.03e9, help="number of parameters")
-    add("--layers", type=int, default=32, help="number of layers")
-    add("--width", type=int, default=4096, help="heads × size of a head")
-    add("--token-bytes", type=int, default=131072, help="bytes of KV per token")
-    add("--tflops", type=float, default=400, help="sustained 10^12 operations per second")
-    add("--load", type=float, default=0.5, help="share of the time that computing all prompts would take")
-    add("--seconds", type=float, default=3600, help="simulated seconds")
-    add("--warm-up", type=float, default=1200, help="simulated seconds that are not counted")
-    add("--seed", type=int, default=1, help="random seed")
+    add("--links", type=listed(float), default=[12.5, 5, 3, 1], help="other bandwidths of --link to compare")
+    for name, (default, about) in _NUMBERS.items():
+        add(f"--{name}", type=type(default), default=default, help=about)
     arguments = parser.parse_args()
     costs, workloads = Costs(arguments), dict[str, Any]()
     for name, workload in WORKLOADS.items():
