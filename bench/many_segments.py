@@ -205,7 +205,7 @@ def main() -> None:
     parser.add_argument("--segments", type=listed(int), default=sizes, help="numbers of stored segments, ascending")
     parser.add_argument("--share", type=int, default=20, help="segments per conversation")
     parser.add_argument("--repeats", type=int, default=5, help="number of repetitions")
-    parser.add_argument("--store", default=None, help="parent folder of the store, which is removed at the end")
+    parser.add_argument("--store", help="parent folder of the store, which is removed at the end")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     results = []
