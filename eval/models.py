@@ -36,7 +36,6 @@ class RealModel:
         requirements: `package==version` of the packages that carry the parts of the GGUF file, in order.
         gguf_sha256: SHA-256 of the joined GGUF file.
         licence: Licence of the weights.
-        revision: Branch, tag or commit of the repository.
     """
 
     name: str
@@ -44,7 +43,6 @@ class RealModel:
     requirements: tuple[str, ...]
     gguf_sha256: str
     licence: str
-    revision: str = "main"
 
     @property
     def packages(self) -> GgufPackages:
@@ -175,11 +173,7 @@ def _hub_folder(model: RealModel, online: bool) -> Path | None:
     from huggingface_hub import snapshot_download
 
     try:
-        folder = Path(
-            snapshot_download(
-                model.hub_id, revision=model.revision, allow_patterns=_HUB_FILES, local_files_only=not online
-            )
-        )
+        folder = Path(snapshot_download(model.hub_id, allow_patterns=_HUB_FILES, local_files_only=not online))
     except (OSError, ValueError):  # not cached, not reachable, or gated
         return None
     complete = all(any(folder.glob(pattern)) for pattern in ("config.json", "tokenizer.json", "*.safetensors"))
