@@ -224,17 +224,16 @@ class KVStore(StoreContents):
             ConfigError: An argument is invalid.
             StoreError: The labels cannot be saved. The passages are stored nevertheless.
         """
-        settings: dict[str, Any] = {"method": method, "progress": progress, "pin": pin, "label": label, "tag": tag}
+        from .operations.precompute import PrecomputeSettings, precompute
+
+        settings = PrecomputeSettings(method, progress, pin, label, tag)
         if passages:
-            settings |= {"labels": labels, "batch_tokens": batch_tokens}
             from .operations.passages import precompute_passages
 
-            return precompute_passages(self._opened, model, input_ids, **settings)
+            return precompute_passages(self._opened, model, input_ids, settings, labels, batch_tokens)
         if labels is not None:
             raise ConfigError("labels apply to passages only; also pass passages=True")
-        from .operations.precompute import precompute
-
-        return precompute(self._opened, model, input_ids, **settings)
+        return precompute(self._opened, model, input_ids, settings)
 
     def rank(self, method: Method | str, *, ids: Iterable[str] | None = None, progress: bool = True) -> int:
         """Rank the tokens of stored passages for a method, and add or update the ranking.

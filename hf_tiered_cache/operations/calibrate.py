@@ -30,7 +30,7 @@ from ..patches.layers import base_model
 from ..stats import TIERS, RequestStats
 from ..store.geometry import HASH_TOKENS
 from .passages import precompute_passages
-from .precompute import precompute, run
+from .precompute import PrecomputeSettings, precompute, run
 
 _WIDTH = 0.02  # interval width at which the search for the ratio stops; timing noise hides finer differences
 _AUTO_TOKENS = (256, 1024, 4096)
@@ -82,7 +82,7 @@ def calibrate(
     bar = tqdm(desc="calibrate", unit="ratio", disable=not progress)
     with torch.no_grad(), bar, storage.without_remote(), _temporary(storage) as label:
         prompts = list(ids[: passages * tokens].split(tokens))
-        precompute_passages(storage, model, prompts, method=method, label=label, tag=tag)
+        precompute_passages(storage, model, prompts, PrecomputeSettings(method, label=label, tag=tag))
 
         def request(ratio: float) -> float:
             cache = StoredCache.over(model, storage, replace(method, recompute=ratio), options)
@@ -218,7 +218,7 @@ def _prefix_costs(
         return _seconds(lambda: run(cache, prompt), model.device), cache.stats
 
     with _temporary(storage) as label:
-        precompute(storage, model, ids[:length], method=method, label=label, tag=tag)
+        precompute(storage, model, ids[:length], PrecomputeSettings(method, label=label, tag=tag))
         new_ids = _labelled(storage, label)
         times: dict[str, list[float]] = {}  # by the slowest tier that the request read from
         read_seconds: list[float] = []

@@ -26,7 +26,7 @@ from ..store.records import check_name
 from ..store.segment import SegmentReader
 from .contents import BATCH_TOKENS, enter_documents
 from .passage_cache import PassageCache, whole_tokens
-from .precompute import PrecomputeReport, as_prompts, bar_over
+from .precompute import PrecomputeReport, PrecomputeSettings, as_prompts, bar_over
 
 logger = logging.getLogger("hf_tiered_cache")
 
@@ -230,18 +230,13 @@ def precompute_passages(
     storage: Storage,
     model: nn.Module,
     input_ids: Any,
-    *,
-    method: Method | str | None,
-    progress: bool = False,
-    pin: bool = False,
-    label: str = "",
-    tag: str = "",
+    settings: PrecomputeSettings,
     labels: Sequence[str] | None = None,
     batch_tokens: int = BATCH_TOKENS,
 ) -> PrecomputeReport:
     """See `KVStore.precompute(passages=True)`."""
-    new_cache = partial(PassageCache, model, storage, passages_method(method), tag)
-    call = _Call(storage, new_cache, input_ids, label, labels, batch_tokens)
+    new_cache = partial(PassageCache, model, storage, passages_method(settings.method), settings.tag)
+    call = _Call(storage, new_cache, input_ids, settings.label, labels, batch_tokens)
     stored_before = call.find()
     report = PrecomputeReport(
         len(call.passages),
@@ -254,12 +249,12 @@ def precompute_passages(
             "%d of %d passages have fewer than %d tokens, so they are not stored, but computed in each prompt",
             *(report.too_short, report.prompts, HASH_TOKENS),
         )
-    with bar_over(report.tokens, progress) as bar:
+    with bar_over(report.tokens, settings.progress) as bar:
         bar.update(sum(passage.tokens for passage in call.passages if passage.row or not passage.stored_tokens))
         call.compute(call.storable, bar)
     storage.flush()
     call.find()
-    call.rank(progress)
+    call.rank(settings.progress)
     removed, kept_labels = enter_documents(storage, call.records(), call.incomplete())
     for document in kept_labels:
         logger.warning(
@@ -272,7 +267,7 @@ def precompute_passages(
         call.compute(stored_before, bar_over(0, progress=False))
     storage.flush()
     stored = call.find()
-    if pin:  # what no label names could not be found to be unpinned
+    if settings.pin:  # what no label names could not be found to be unpinned
         named = [passage for passage in stored if not passage.labels or passage.labels.keys() - set(kept_labels)]
         storage.disk.pin({passage.row.id for passage in named if passage.row is not None})
     new = [passage for passage in stored if passage not in stored_before]

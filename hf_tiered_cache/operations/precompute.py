@@ -73,19 +73,22 @@ def as_prompts(input_ids: Any, empty: bool = False) -> list[torch.Tensor]:
     return [prompt.to("cpu", torch.int64) for prompt in prompts if len(prompt) or empty]
 
 
+@dataclass(frozen=True)
+class PrecomputeSettings:
+    """Arguments of `KVStore.precompute` that apply to prompts and passages."""
+
+    method: Method | str | None
+    progress: bool = False
+    pin: bool = False
+    label: str = ""
+    tag: str = ""
+
+
 def precompute(
-    storage: Storage,
-    model: torch.nn.Module,
-    input_ids: Any,
-    *,
-    method: Method | str | None,
-    progress: bool = False,
-    pin: bool = False,
-    label: str = "",
-    tag: str = "",
+    storage: Storage, model: torch.nn.Module, input_ids: Any, settings: PrecomputeSettings
 ) -> PrecomputeReport:
     """See `KVStore.precompute`."""
-    prompts, requested_method = as_prompts(input_ids), make_method(method)
+    prompts, requested_method = as_prompts(input_ids), make_method(settings.method)
     storing_method = requested_method  # approximate KV has a provenance of its own
     if not requested_method.records_approximations:
         if isinstance(requested_method, PrefixMethod):  # storing recomputes nothing, restoring will
@@ -94,15 +97,16 @@ def precompute(
             geometry=requested_method.geometry, codec=requested_method.codec, recompute=0.0, decline=False
         )
     tokens, stats = sum(map(len, prompts)), list[RequestStats]()
-    with bar_over(tokens, progress) as bar:
+    options = CacheOptions(label=settings.label, tag=settings.tag)
+    with bar_over(tokens, settings.progress) as bar:
         for prompt in prompts:
-            cache = StoredCache.over(model, storage, storing_method, CacheOptions(label=label, tag=tag))
+            cache = StoredCache.over(model, storage, storing_method, options)
             varies = bool(varying_rope(cache.attachment.config))  # with the length
             for chunk in prompt.split(len(prompt) if varies else CHUNK_TOKENS):
                 run(cache, chunk)
                 bar.update(len(chunk))
             segments = cache.store_now()
-            if pin:
+            if settings.pin:
                 storage.writer.flush()
                 storage.disk.pin([row.id for row in storage.disk.index.live(segments) or ()])  # the others had no room
             stats.append(cache.stats)
@@ -115,7 +119,7 @@ def precompute(
         and requested_method.selects
         and requested_method.selector().index is not None
     ):
-        options = CacheOptions(record=False, tag=tag)
+        options = CacheOptions(record=False, tag=settings.tag)
         for prompt in prompts:  # make and store the index, which serves any question after the prompt
             question = torch.cat([prompt, prompt[-1:]])
             # no name for the cache: one that is alive when the store is flushed delays the reordering of segments

@@ -30,7 +30,7 @@ from ..methods import BudgetMethod, Exact, Method, describe_method, make_method
 from ..patches.attach import attach
 from ..store.root import StoreRoot
 from ..store.tree import try_flock
-from .precompute import as_prompts, precompute, run
+from .precompute import PrecomputeSettings, as_prompts, precompute, run
 
 METHODS = ("contiguous_kv", "contiguous_kv:codec=int8")
 """Methods that are measured by default."""
@@ -177,7 +177,7 @@ def _answers(
     with scratch(settings[0]) as storage:
         for ids in prompts:
             prefix = len(ids) - questions * QUESTION_TOKENS
-            precompute(storage, model, [ids[:prefix]], method=settings[0], tag=tag)
+            precompute(storage, model, [ids[:prefix]], PrecomputeSettings(settings[0], tag=tag))
             for number in range(1, questions + 1):
                 for setting, answers_of_setting in zip(settings, answers, strict=True):
                     question = ids[: prefix + number * QUESTION_TOKENS]
