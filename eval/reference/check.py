@@ -185,12 +185,8 @@ def main(
         512
     ],
     count: Annotated[int, typer.Option(min=1, help="Number of contexts, with one question of each kind.")] = 100,
-    long: Annotated[
-        bool, typer.Option("--long", help="Also run the tasks of models of long context: values, track, needles.")
-    ] = False,
-    yarn_beyond: Annotated[
-        int, typer.Option(help="Also read contexts longer than this with YaRN and the factor they need; 0: never.")
-    ] = 0,
+    long: Annotated[bool, typer.Option("--long", help="Also run long-context tasks: values, track, needles.")] = False,
+    yarn_beyond: Annotated[int, typer.Option(help="Use YaRN for contexts that are longer than this; 0: never.")] = 0,
     seed: int = 1,
     out: Annotated[Path | None, typer.Option(help="Write the figures to this file, as JSON.")] = None,
 ) -> None:
