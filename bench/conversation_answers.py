@@ -385,16 +385,15 @@ def largest_saving(results: dict[str, Any], score: str, variants: dict[str, Way]
 
 def report(document: dict[str, Any]) -> str:
     """Return the page in Markdown."""
-    machine_info, alike = document["machine"], document["alike"]
     parts = [
         f"# Answers of conversations that resume: {document['model']}, {document['tokens']} tokens\n\n"
-        f"{machine_text(machine_info)} {document['dtype']}, "
+        f"{machine_text(document['machine'])} {document['dtype']}, "
         f"up to {document['count']} conversations of each kind. *Storage*: bytes of keys and values relative to full "
         "KV. *File*: the same for files, which include padding and token tables. A *front* (recomputed prefix) is not "
         "stored, but recomputed on resume, which takes additional time. *Replayed*: pairs that were proposed to a "
         "replay in the last turn. *KL*: nats per token. In brackets: 95 % "
         "bootstrap intervals. *Rounded otherwise*: full KV, computed in pieces of 61 tokens; its loss is noise.\n",
-        alike_text(alike),
+        alike_text(document["alike"]),
     ]
     for kind, results in document["found"].items():
         parts.append(f"\n## {kind}\n\n" + kind_text(results, SCORES.get(kind, "top 1")))
