@@ -90,8 +90,8 @@ class ConversationInUseError(StoreError):
         advice = "suspend it there, or end that process"
         if pid == os.getpid():
             owner, advice = "a newer cache of this process", "continue with that cache, or call its suspend()"
-        when = "" if since is None else time.strftime(" since %Y-%m-%d %H:%M:%S", time.localtime(since))
-        super().__init__(f"the conversation {conversation!r} is in use by {owner}{when}; {advice}, and try again")
+        since_text = "" if since is None else time.strftime(" since %Y-%m-%d %H:%M:%S", time.localtime(since))
+        super().__init__(f"the conversation {conversation!r} is in use by {owner}{since_text}; {advice}, and try again")
         self.conversation, self.pid, self.since = conversation, pid, since
 
 

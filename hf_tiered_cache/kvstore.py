@@ -155,7 +155,7 @@ class KVStore(StoreContents):
         sizes = parse_bytes(host_memory, "host_memory"), parse_bytes(device_memory, "device_memory")
         index_budget = parse_bytes(index_memory, "index_memory")
         make_policy(policy)  # refuses an unknown one before a folder is made
-        shared = None if remote is None else open_remote(remote, make=remote_write != "never")
+        remote_backend = None if remote is None else open_remote(remote, make=remote_write != "never")
         place = open_backend(path, backend, engine)
         self.path = place.root if isinstance(place, FolderBackend) else None
         """Folder of the store, or None if it is in no folder."""
@@ -176,7 +176,7 @@ class KVStore(StoreContents):
             queue_bytes=queue_bytes,
             queue_device_bytes=queue_device_bytes,
             spot_checks=spot_checks,
-            remote=shared,
+            remote=remote_backend,
             remote_write=remote_write,
         )
 
@@ -378,10 +378,10 @@ def open_store(store: KVStore | str | os.PathLike[str], method: Method, stores_b
     """
     if isinstance(store, str | os.PathLike):
         key = f"store {folder_of(store) or store}"
-        opened = stores_by_path.get(key)
-        if opened is None or not opened.usable:  # closed, or opened before this process was forked
-            opened = stores_by_path[key] = KVStore(store, policy=method.policy)
-        store = opened
+        kv_store = stores_by_path.get(key)
+        if kv_store is None or not kv_store.usable:  # closed, or opened before this process was forked
+            kv_store = stores_by_path[key] = KVStore(store, policy=method.policy)
+        store = kv_store
     if not isinstance(store, KVStore):
         raise ConfigError(f"store must be a KVStore or the path of one, not {with_type(store)}")
     store._storage.check_open()

@@ -175,10 +175,10 @@ _BYPASSES = {
 """Reasons why a call in a session does not use the store, by the argument that causes it."""
 
 
-def nameless(what: str) -> str:
-    """Return the reason why a model runs without the store: it depends on `what`, which has no name."""
+def nameless(part: str) -> str:
+    """Return the reason why a model runs without the store: it depends on `part`, which has no name."""
     return (
-        f"{what} affects what is computed and cannot be identified, so nothing is restored or stored; identify the "
+        f"{part} affects what is computed and cannot be identified, so nothing is restored or stored; identify the "
         "model with TieredCache(..., tag='...')"
     )
 

@@ -178,19 +178,19 @@ class TieredCache(StoredCache):
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         try:
             self.suspend()
-        except StoreClosedError as closed:
+        except StoreClosedError as closed_error:
             if error is None:
                 raise
-            logger.warning("the conversation was not suspended: %s", closed)  # the first exception is propagated
+            logger.warning("the conversation was not suspended: %s", closed_error)  # the first exception is propagated
 
     def _new_cache(self) -> TieredCache:
         return TieredCache(self.model, self._store, method=self.method, **asdict(self._executor.options))
 
     def __repr__(self) -> str:
         model = type(self.model).__name__
-        named = "" if self.conversation is None else f", conversation={self.conversation!r}"
+        conversation = "" if self.conversation is None else f", conversation={self.conversation!r}"
         method, tokens = type(self.method).__name__, self.get_seq_length()
-        return f"TieredCache({model}, {self.store!r}, {method}, {tokens} tokens{named})"
+        return f"TieredCache({model}, {self.store!r}, {method}, {tokens} tokens{conversation})"
 
 
 class TieredSession:

@@ -143,8 +143,8 @@ class Engine:
         if processor is self._processor:
             return processor
         self._processor, cache = processor, processor.cache
-        if missing := missing_members(self.manager, processor):
-            self._listener.refused(reasons.missing_members(missing))
+        if missing_names := missing_members(self.manager, processor):
+            self._listener.refused(reasons.missing_members(missing_names))
             return processor
         if hasattr(cache, "cache_allocators"):
             self.pages = Pages(cache, list(cache.cache_allocators.values()))
@@ -278,8 +278,8 @@ class Pages:
         pool, sectors = self.cache.pool, 0
         for group in self._groups:
             unused = pool.count_free_blocks(group.index) + len(group.ledger.cached_blocks)
-            missing = group.needs_new_blocks("", 0, tokens) - num_held // group.tokens_per_page - unused
-            sectors += max(0, -(-missing // group.blocks_per_sector))
+            missing_pages = group.needs_new_blocks("", 0, tokens) - num_held // group.tokens_per_page - unused
+            sectors += max(0, -(-missing_pages // group.blocks_per_sector))
         return bool(sectors <= pool.num_free_sectors)
 
     def allocate(self, state: Any, num_held: int, stop: int) -> bool:

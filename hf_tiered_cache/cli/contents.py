@@ -73,9 +73,11 @@ class Contents:
         if not name:
             raise Refused("the name of the model is empty; give the first characters of its fingerprint")
         fingerprints = self.fingerprints()
-        named = {fingerprint for fingerprint in fingerprints if self.models.get(fingerprint, {}).get("name") == name}
-        matching = named or {fingerprint for fingerprint in fingerprints if fingerprint.startswith(name)}
-        if len(matching) > 1 and not named:
+        named_fingerprints = {
+            fingerprint for fingerprint in fingerprints if self.models.get(fingerprint, {}).get("name") == name
+        }
+        matching = named_fingerprints or {fingerprint for fingerprint in fingerprints if fingerprint.startswith(name)}
+        if len(matching) > 1 and not named_fingerprints:
             raise Refused(
                 f"{len(matching)} models have a fingerprint that begins with {name!r}; `hf-tiered-cache ls` lists all "
                 "models"
@@ -101,8 +103,8 @@ def contents_of(store: Path | str) -> Contents:
         with files_of(Path(store)) as files:
             if (contents := _catalogued(files)) is not None:
                 return contents
-    with open_store(store) as opened:
-        return contents_of_open(opened)
+    with open_store(store) as kv_store:
+        return contents_of_open(kv_store)
 
 
 def contents_of_open(store: KVStore) -> Contents:

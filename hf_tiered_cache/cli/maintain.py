@@ -154,12 +154,12 @@ def rm(
                 show_removed(contents, continuations)
         if everything and ids and not (yes or dry_run) and not confirm(question):
             raise Refused("nothing was deleted")
-        removed = 0 if dry_run else kv_store.remove(ids)
-        if removed:
+        num_removed = 0 if dry_run else kv_store.remove(ids)
+        if num_removed:
             _sweep_entries(disk.backend)
     if as_json:
         names = {"ids": ids, "continuing": [row.id for row in continuations]}
-        return print_json({"removed": removed, "bytes": nbytes} | names | {"dry_run": dry_run})
+        return print_json({"removed": num_removed, "bytes": nbytes} | names | {"dry_run": dry_run})
     print(f"{'would delete' if dry_run else 'deleted'} {summary}")
 
 

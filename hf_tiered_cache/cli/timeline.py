@@ -60,9 +60,9 @@ def read_trace(path: Path) -> list[Pass]:
         text = path.read_text(encoding="utf-8").rstrip()
         text = text if text.endswith("]") else f"{text.rstrip(',')}]"
         document = json.loads(text, parse_constant=int)  # int("NaN") raises ValueError
-        named = [event for event in document if event.get("ph") == "M"]
-        named = [event for event in named if event["name"] == "thread_name"]
-        tracks = {event["tid"]: TRACKS[TRACKS.index(event["args"]["name"])] for event in named}
+        name_events = [event for event in document if event.get("ph") == "M"]
+        name_events = [event for event in name_events if event["name"] == "thread_name"]
+        tracks = {event["tid"]: TRACKS[TRACKS.index(event["args"]["name"])] for event in name_events}
         events = [event for event in document if event.get("ph") == "X"]
         passes = sorted((_pass(event) for event in events if event["name"] == "pass"), key=lambda entry: entry.began)
         begins = [entry.began for entry in passes]
@@ -80,8 +80,8 @@ def read_trace(path: Path) -> list[Pass]:
 
 def _pass(event: dict[str, Any]) -> Pass:
     counts = event["args"]
-    began, duration = float(event["ts"]), float(event["dur"])
-    return Pass(began, began + duration, int(counts["restored"]), int(counts["computed"]))
+    start, duration = float(event["ts"]), float(event["dur"])
+    return Pass(start, start + duration, int(counts["restored"]), int(counts["computed"]))
 
 
 def typical(passes: list[Pass]) -> dict[str, Pass]:
@@ -102,13 +102,13 @@ def draw(by_title: dict[str, Pass], out: Path) -> None:
     figure, rows = plt.subplots(len(by_title), 1, figsize=(11, 2.4 * len(by_title) + 0.6), squeeze=False)
     for axes, (title, entry) in zip(rows[:, 0], by_title.items(), strict=True):
         number = 0
-        for track, name, began, duration in sorted(entry.events, key=lambda event: event[2]):
+        for track, name, start, duration in sorted(entry.events, key=lambda event: event[2]):
             color = _COLORS.get(name)
             if track == "model":
                 color, number = _MODEL_COLORS[number % 2], number + 1
             height = 0.8 if name in ("update", "read") or track == "model" else 0.5  # sections lie within an update
             axes.barh(
-                TRACKS.index(track), duration / 1e3, left=(began - entry.began) / 1e3, height=height, color=color,
+                TRACKS.index(track), duration / 1e3, left=(start - entry.began) / 1e3, height=height, color=color,
                 label=name if track != "model" else "compute", zorder=3 if height < 0.8 else 2,
             )  # fmt: skip
         axes.set(title=f"{title}, {entry.milliseconds:.1f} ms", xlabel="ms", xlim=(0, entry.milliseconds))

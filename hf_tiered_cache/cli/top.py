@@ -106,11 +106,11 @@ def top(
     end.
     """
     contents, activity = contents_of(store), Activity()
-    began = looked = time.monotonic()
+    start = looked = time.monotonic()
     console = Console(highlight=False, emoji=False)
     try:
         with Live(draw(store, contents, activity), console=console, auto_refresh=False) as live:
-            while not seconds or looked - began < seconds:
+            while not seconds or looked - start < seconds:
                 time.sleep(min(interval, seconds or interval))
                 before, contents, now = contents, contents_of(store), time.monotonic()
                 activity.observe(before, contents, now - looked)

@@ -112,13 +112,13 @@ def layer_distances(
     count = int(sample.weights[sample.positions >= pad].sum())
     if not count:
         return LayerDistances.none("the observed attention is of padding only")
-    products, received = attention_sums(sample, keys)
+    products, position_weights = attention_sums(sample, keys)
     squared_norms = np.diagonal(products, axis1=1, axis2=2)
     norm_sums = squared_norms[:, :, None] + squared_norms[:, None, :]
     squared = np.maximum(0, norm_sums - products - products.swapaxes(1, 2))
     tokens = positions - pad
     initial, recent = pad + END_PERCENT * tokens // 100, pad + (100 - END_PERCENT) * tokens // 100
-    ends = received[:, pad:initial].sum(1) + received[:, recent:].sum(1)
+    ends = position_weights[:, pad:initial].sum(1) + position_weights[:, recent:].sum(1)
     return LayerDistances(tuple(layers), np.sqrt(squared / count).mean(0), ends / count, len(sample.positions))
 
 
@@ -144,7 +144,7 @@ def attention_sums(sample: SampledQueries, keys: Sequence[torch.Tensor]) -> tupl
         scaled = query[0].to(device).float() * (query.shape[3] ** -0.5 if scaling is None else scaling)
         queries.append(scaled.unflatten(0, (-1, group)))
     products = torch.zeros(heads, num_layers, num_layers, device=device)
-    received = torch.zeros(num_layers, num_keys, device=device)
+    position_weights = torch.zeros(num_layers, num_keys, device=device)
     heads_per_step = min(kv_heads, max(1, _LARGEST // (num_layers * group * num_keys)))
     for head in range(0, kv_heads, heads_per_step):
         kv = slice(head, head + heads_per_step)
@@ -157,8 +157,8 @@ def attention_sums(sample: SampledQueries, keys: Sequence[torch.Tensor]) -> tupl
             roots = to_device(np.sqrt(sample.weights[span]), device).float()[:, None]  # a product has each root twice
             flat = weights.mul_(roots).flatten(2)  # [layers, width, n * keys]
             products[head * group : head * group + width] += torch.bmm(flat.transpose(0, 1), flat.permute(1, 2, 0))
-            received[:, : weights.shape[-1]] += (weights * roots).sum((1, 2)) / heads
-    return products.double().cpu().numpy(), received.double().cpu().numpy()
+            position_weights[:, : weights.shape[-1]] += (weights * roots).sum((1, 2)) / heads
+    return products.double().cpu().numpy(), position_weights.double().cpu().numpy()
 
 
 def _attention(

@@ -155,10 +155,10 @@ def _changes(kv: Sequence[LayerTensors], toward: float, retained: float) -> np.n
         # keys, values: [later, heads, tokens]
         angles = [(unit[later_layers] * unit[first]).sum(-1).clamp(-1, 1).acos() for unit in directions]
         mean_angles = torch.stack([angle.mean(1) for angle in angles]).mean(0)  # [later, tokens]
-        merged = torch.ones_like(mean_angles)
-        merged.scatter_(1, mean_angles.topk(round(retained * merged.shape[1]), dim=1).indices, 0.0)
+        mask = torch.ones_like(mean_angles)
+        mask.scatter_(1, mean_angles.topk(round(retained * mask.shape[1]), dim=1).indices, 0.0)
         squares = [
-            (_moved(angle, toward) * weight[first] + _moved(angle, 1 - toward) * weight[later_layers]) * merged[:, None]
+            (_moved(angle, toward) * weight[first] + _moved(angle, 1 - toward) * weight[later_layers]) * mask[:, None]
             for angle, weight in zip(angles, weights, strict=True)
         ]
         total = torch.stack([square.sum((1, 2)) for square in squares]).mean(0) / 2
@@ -224,17 +224,17 @@ def accepted_pairs(
     replay without pairs, and at most 1 + log2(pairs) with pairs. `merge` returns the merged keys and values of two
     layers.
     """
-    merged, changes = dict[int, LayerTensors](), dict[tuple[int, int], float]()
+    merged_layers, changes = dict[int, LayerTensors](), dict[tuple[int, int], float]()
     for pair in pairs:
         before = tuple(map(replay.kv, pair))
         after = merge(*before)
-        merged |= zip(pair, after, strict=True)
+        merged_layers |= zip(pair, after, strict=True)
         changes[pair] = sqrt(sum(map(_relative_change, before, after)) / len(pair))
     ranked = sorted((pair for pair in pairs if changes[pair] <= most_change), key=changes.__getitem__)
     refused_change = min((change for change in changes.values() if not change <= most_change), default=0.0)
     refused_loss = 0.0
     while ranked:
-        loss = replay.loss({layer: merged[layer] for pair in ranked for layer in pair})
+        loss = replay.loss({layer: merged_layers[layer] for pair in ranked for layer in pair})
         if loss <= most:  # False for NaN
             return AcceptedPairs(tuple(ranked), loss, refused_loss, refused_change)
         ranked, refused_loss = ranked[: len(ranked) // 2], loss
@@ -300,14 +300,14 @@ def first_stored_tokens(readers: Sequence[SegmentReader]) -> np.ndarray:
 
 def _blocks_bytes(layout: KVLayout, geometry: Geometry, num_tokens: np.ndarray, retained: float) -> int:
     """Return the bytes of a segment's blocks if each layer holds so many last tokens, int64 `[layers]`."""
-    alone, shared = num_tokens.astype(np.int64), dict[tuple[int, ...], int]()
+    alone, merged_tokens = num_tokens.astype(np.int64), dict[tuple[int, ...], int]()
     for pair in geometry.pairs:
         num_shared = min(alone[layer] for layer in pair)
-        shared[pair] = num_shared - round(retained * num_shared)
-        alone[list(pair)] -= shared[pair]
+        merged_tokens[pair] = num_shared - round(retained * num_shared)
+        alone[list(pair)] -= merged_tokens[pair]
     total = 0
     for group in block_groups(layout, geometry):
-        tokens = shared[group.layers] if group.merged else max(alone[layer] for layer in group.layers)
+        tokens = merged_tokens[group.layers] if group.merged else max(alone[layer] for layer in group.layers)
         total += -(-int(tokens) // geometry.chunk_tokens) * group.block_bytes
     return total
 

@@ -151,8 +151,8 @@ class HFTieredLM(HFLM):  # type: ignore[misc]
         if isinstance(self._method, Passages):
             return  # a stored prefix would be restored exactly, instead of its passages
         ordered = sorted({context for context in contexts if len(context) <= self.max_length})
-        shared = {_common_prefix(a, b) for a, b in itertools.pairwise(ordered)}
-        for prefix in sorted(shared - {()}):
+        prefixes = {_common_prefix(a, b) for a, b in itertools.pairwise(ordered)}
+        for prefix in sorted(prefixes - {()}):
             self._store.precompute(self.model, list(prefix), method=self._method, progress=False)
 
 

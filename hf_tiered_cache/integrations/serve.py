@@ -128,8 +128,8 @@ async def _events(events: Any, own_stats: list[PromptStats]) -> AsyncIterator[st
 
     try:
         async for batch in events:
-            counted = _USAGE_EVENT.sub(with_cached_tokens, str(batch))
-            yield _STREAM_ERROR.sub(lambda error: f"data: {json.dumps(error_body(error[1], 500))}", counted)
+            text = _USAGE_EVENT.sub(with_cached_tokens, str(batch))
+            yield _STREAM_ERROR.sub(lambda error: f"data: {json.dumps(error_body(error[1], 500))}", text)
     finally:
         await events.aclose()
 
@@ -251,8 +251,8 @@ def serve(
     with suppress(KeyboardInterrupt), _listen(host, port) as listener:
         with loading(model, OSError, ValueError, ImportError):
             models = TieredModelManager(force_model=model, **options)
-        for loaded in models.loaded_models.values():
-            new_cache(loaded.model)  # refuse unsupported models now
+        for loaded_model in models.loaded_models.values():
+            new_cache(loaded_model.model)  # refuse unsupported models now
         app = build_app(
             models,
             new_cache,

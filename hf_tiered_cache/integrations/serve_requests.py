@@ -187,23 +187,23 @@ def _changed_settings(model: PreTrainedModel, gen_config: GenerationConfig) -> d
     }
 
 
-def _check_settings(model: PreTrainedModel, changed: dict[str, Any]) -> None:
+def _check_settings(model: PreTrainedModel, settings: dict[str, Any]) -> None:
     """Raise HTTPException for a setting that `generate()` does not check: it can raise any error, or never end."""
     ranges = _COUNTS | _NUMBERS
     ranges["assistant_early_exit"] = (1, model.config.get_text_config(decoder=True).num_hidden_layers)
-    for name, value in changed.items():
-        allowed, is_allowed = "", name in _CHECKED_BY_GENERATE
+    for name, value in settings.items():
+        condition, is_allowed = "", name in _CHECKED_BY_GENERATE
         if name in ranges:
             least, most = ranges[name]
             kinds = (int, float) if name in _NUMBERS else int
-            allowed = f"must be between {least:g} and {most:g}" + ("" if name in _NUMBERS else ", and an integer")
+            condition = f"must be between {least:g} and {most:g}" + ("" if name in _NUMBERS else ", and an integer")
             is_allowed = isinstance(value, kinds) and not isinstance(value, bool) and least <= value <= most
         elif name in _FLAGS:
-            allowed, is_allowed = "must be true or false", isinstance(value, bool)
+            condition, is_allowed = "must be true or false", isinstance(value, bool)
         elif name in _TOKENS:
-            allowed, is_allowed = "must be a token id or a list of token ids", _has_tokens(value)
+            condition, is_allowed = "must be a token id or a list of token ids", _has_tokens(value)
         if not is_allowed:
-            reason = f"is {value!r}, but {allowed}" if allowed else "is not supported by this server: omit that"
+            reason = f"is {value!r}, but {condition}" if condition else "is not supported by this server: omit that"
             raise HTTPException(400, f"{_CLIENT_NAMES.get(name, name)} {reason}")
 
 
@@ -220,8 +220,8 @@ def sampling_of(model: PreTrainedModel, gen_config: GenerationConfig) -> dict[st
     Raises:
         HTTPException: The request has settings that the engine can only have for all requests together.
     """
-    changed = _changed_settings(model, gen_config)
-    unsupported = [_CLIENT_NAMES.get(name, name) for name in changed if name not in _PER_REQUEST]
+    settings = _changed_settings(model, gen_config)
+    unsupported = [_CLIENT_NAMES.get(name, name) for name in settings if name not in _PER_REQUEST]
     if unsupported:
         raise HTTPException(
             400, f"this server computes requests together and does not support {', '.join(unsupported)}: omit that"

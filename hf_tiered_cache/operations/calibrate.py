@@ -171,7 +171,7 @@ def calibrate_prefix(
                     break
             costs.append(_prefix_costs(storage, inner, ids[: length + suffix], length, method, repeats, tag))
         growth = _compute_growth(inner, ids.unsqueeze(0).to(inner.device), repeats)
-    costs = [replace(measured, growth=growth) for measured in costs]
+    costs = [replace(cost, growth=growth) for cost in costs]
     keep_prefix_costs(storage, fingerprint_of(attach(inner), tag), inner.device, method.provenance, costs)
     return costs
 

@@ -77,8 +77,8 @@ class StoreContents:
             sidecars = storage.disk.sidecars.by_segment()
             replaced, documents = finish_documents(storage, dry_run)
             # before anything is deleted, as in a dry run
-            stored = {row.id for row in storage.disk.index.complete_rows(but_unreadable=True)}
-            conversations = storage.conversations.sweep(stored | maintain.unlisted_intact(storage.disk), dry_run)
+            stored_ids = {row.id for row in storage.disk.index.complete_rows(but_unreadable=True)}
+            conversations = storage.conversations.sweep(stored_ids | maintain.unlisted_intact(storage.disk), dry_run)
             replaced_bytes = {row.id: row.nbytes + sidecars.get(row.id, 0) for row in replaced}
             report = maintain.gc(storage.disk, replaced_bytes, dry_run=dry_run)
             report.conversations, report.documents = len(conversations), len(documents)
@@ -188,9 +188,9 @@ class StoreContents:
         storage.disk.check_writable()
         storage.flush()
         segments = [row.id for row in storage.disk.index.rows()] if ids is None else list(ids)
-        changed = sum(action(old) for old in tqdm(segments, unit="segment", desc=name, disable=not progress))
+        num_changed = sum(action(old) for old in tqdm(segments, unit="segment", desc=name, disable=not progress))
         storage.disk.sync()
-        return changed
+        return num_changed
 
     @naming_place
     def clear(self, *, disk: bool = False) -> None:
@@ -356,10 +356,10 @@ def remove_documents(storage: Storage, labels: Collection[str]) -> int:
     storage.flush()
     with storage.disk.backend.locked():
         records, rows = find_documents(storage, labels), segments_of_documents(storage, labels)
-        removed = storage.remove(row.id for row in rows)  # before the records: the process may be killed here
+        num_removed = storage.remove(row.id for row in rows)  # before the records: the process may be killed here
         for record in records:
             storage.documents.delete(*record.key)
-    return removed
+    return num_removed
 
 
 def finish_documents(storage: Storage, dry_run: bool) -> tuple[list[SegmentRow], list[str]]:

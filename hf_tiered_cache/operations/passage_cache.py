@@ -74,7 +74,7 @@ def kept_lead(storage: Storage, attachment: Attachment, fingerprint: str, first:
     if not sound:
         lead = [{"text": _tokenized(attachment)[-tokens:] or write(attachment, first, tokens)}]
         writable = storage.disk.backend.writable
-        sound = change_records(storage, name, lambda saved: list(filter(is_sound, saved)) or lead) if writable else lead
+        sound = change_records(storage, name, lambda texts: list(filter(is_sound, texts)) or lead) if writable else lead
     return torch.tensor(sound[0]["text"])
 
 

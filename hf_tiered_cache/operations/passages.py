@@ -200,8 +200,8 @@ class _Call:
 
     def incomplete(self) -> list[str]:
         """Return the labels of passages that could be stored, and are not."""
-        missing = {label for passage in self.storable if passage.row is None for label in passage.labels}
-        return [label for label in self.labels if label in missing]
+        missing_labels = {label for passage in self.storable if passage.row is None for label in passage.labels}
+        return [label for label in self.labels if label in missing_labels]
 
     def _reader(self, passage: _Passage) -> SegmentReader | None:
         return None if passage.row is None else self._storage.disk.found([passage.row])[0]
@@ -255,7 +255,7 @@ def precompute_passages(
     storage.flush()
     call.find()
     call.rank(settings.progress)
-    removed, kept_labels = enter_documents(storage, call.records(), call.incomplete())
+    num_removed, kept_labels = enter_documents(storage, call.records(), call.incomplete())
     for document in kept_labels:
         logger.warning(
             "document %r was not replaced, because not all of its new passages could be stored; see the other "
@@ -266,12 +266,16 @@ def precompute_passages(
         call.find()
         call.compute(stored_before, bar_over(0, progress=False))
     storage.flush()
-    stored = call.find()
+    stored_passages = call.find()
     if settings.pin:  # what no label names could not be found to be unpinned
-        named = [passage for passage in stored if not passage.labels or passage.labels.keys() - set(kept_labels)]
-        storage.disk.pin({passage.row.id for passage in named if passage.row is not None})
-    new = [passage for passage in stored if passage not in stored_before]
-    return replace(report, stored=sum(passage.stored_tokens for passage in new), removed=removed, kept=len(kept_labels))
+        passages_to_pin = [
+            passage for passage in stored_passages if not passage.labels or passage.labels.keys() - set(kept_labels)
+        ]
+        storage.disk.pin({passage.row.id for passage in passages_to_pin if passage.row is not None})
+    new = [passage for passage in stored_passages if passage not in stored_before]
+    return replace(
+        report, stored=sum(passage.stored_tokens for passage in new), removed=num_removed, kept=len(kept_labels)
+    )
 
 
 def _keep_scores(storage: Storage, segment_id: str, scores: RankingScores) -> None:

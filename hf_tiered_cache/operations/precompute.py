@@ -111,9 +111,10 @@ def precompute(
                 storage.disk.pin([row.id for row in storage.disk.index.live(segments) or ()])  # the others had no room
             stats.append(cache.stats)
     storage.flush()  # a failed write is subtracted from the statistics
-    restored = sum(request.tokens_restored for request in stats)
-    stored, too_short = sum(request.tokens_stored for request in stats), sum(len(p) < HASH_TOKENS for p in prompts)
-    report = PrecomputeReport(len(prompts), tokens, restored, stored, too_short)
+    restored_tokens = sum(request.tokens_restored for request in stats)
+    stored_tokens = sum(request.tokens_stored for request in stats)
+    too_short = sum(len(prompt) < HASH_TOKENS for prompt in prompts)
+    report = PrecomputeReport(len(prompts), tokens, restored_tokens, stored_tokens, too_short)
     if (
         isinstance(requested_method, BudgetMethod)
         and requested_method.selects

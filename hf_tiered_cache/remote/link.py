@@ -215,8 +215,8 @@ class LookUps:
         now = time.monotonic()
         self.seconds.add(now - began)
         self.breaker.succeeded()
-        shared = {entry.row.id: entry for entry in entries.values()}  # a segment has several entries
-        entries = {name: shared[entry.row.id] for name, entry in entries.items()}
+        entries_by_id = {entry.row.id: entry for entry in entries.values()}  # a segment has several entries
+        entries = {name: entries_by_id[entry.row.id] for name, entry in entries.items()}
         self.forget(names)
         with self._lock:
             self._present.update((name, (now + _PRESENT_SECONDS, entry)) for name, entry in entries.items())

@@ -94,22 +94,22 @@ class RemoteTier:
         `rows` are the local segments that `SegmentStore.find` returns, `start` is the index of the first prefix hash to
         match, and `seconds` returns the time to compute a prompt.
         """
-        began, runs = time.monotonic(), longest_prefix(prefix_hashes, rows, start)
-        covered = runs[-1].stop if runs else start
-        if covered >= len(prefix_hashes) or not self._disk.backend.writable:
+        start_time, runs = time.monotonic(), longest_prefix(prefix_hashes, rows, start)
+        stop = runs[-1].stop if runs else start
+        if stop >= len(prefix_hashes) or not self._disk.backend.writable:
             return False
-        saved = partial(_saved, cache(seconds), covered)
+        saved_seconds = partial(_saved, cache(seconds), stop)
         names = [prefix_hash.hex() for prefix_hash in prefix_hashes]
-        entries = self.look_ups.find(names, _LOOK_UP_SHARE * saved(len(prefix_hashes)))
+        entries = self.look_ups.find(names, _LOOK_UP_SHARE * saved_seconds(len(prefix_hashes)))
         if isinstance(entries, str):
             reasons = [entries]
         else:
-            fetch_runs = partial(self._fetch_runs, prefix_hashes, rows, entries, start, saved, began)
+            fetch_runs = partial(self._fetch_runs, prefix_hashes, rows, entries, start, saved_seconds, start_time)
             reasons = [fetch_runs()]
             while reasons[-1] == UNUSABLE and len(reasons) < _PLANS:
                 reasons.append(fetch_runs())
         reason = reasons[-1] and reasons[0]
-        self._count(lookups=1, hits=not reason, waiting_seconds=time.monotonic() - began)
+        self._count(lookups=1, hits=not reason, waiting_seconds=time.monotonic() - start_time)
         if reason:
             with self._lock:
                 self._stats.misses[reason] = self._stats.misses.get(reason, 0) + 1
@@ -121,13 +121,13 @@ class RemoteTier:
         rows: Sequence[SegmentRow],
         entries: Sequence[Entry],
         start: int,
-        saved: Callable[[int], float],
-        began: float,
+        saved_seconds: Callable[[int], float],
+        start_time: float,
     ) -> str:
         """Fetch the segments that continue a prompt furthest, and return the reason if none was fetched, or "".
 
-        For arguments see `fetch_for_prompt`. `saved` returns the seconds saved if so many prefix hashes are stored. The
-        prompt waits since `began`.
+        For arguments see `fetch_for_prompt`. `saved_seconds` returns the seconds saved if so many prefix hashes are
+        stored. The prompt waits since `start_time`.
         """
         local, now = {row.id for row in rows}, time.monotonic()
         missing_rows = [entry.row for entry in entries if entry.row.id not in local]
@@ -144,7 +144,7 @@ class RemoteTier:
         for run in runs:  # in order: a later one is of no use without those before it
             if run.row.id not in local:
                 nbytes += _nbytes(run)
-                if self.link.fetch_seconds(nbytes) >= saved(run.stop):
+                if self.link.fetch_seconds(nbytes) >= saved_seconds(run.stop):
                     if not waiting and self.link.bandwidth.wants_measurement():
                         self._fetch(run)  # nothing waits for it
                     break
@@ -152,9 +152,9 @@ class RemoteTier:
                 stop = run.stop
         if not waiting:
             return SLOW_FETCH
-        deadline = began + saved(stop)
+        deadline = start_time + saved_seconds(stop)
         if self.link.bandwidth.value is None:
-            trial = began + max(_LEAST_WAIT, _TRIAL_SHARE * saved(stop))
+            trial = start_time + max(_LEAST_WAIT, _TRIAL_SHARE * saved_seconds(stop))
         else:  # as many segments as there are threads share the bandwidth, and arrive unevenly
             in_flight = self.link.fetch_seconds(self._nbytes_in_flight())
             trial = time.monotonic() + _LEAST_WAIT + _FETCHES * in_flight
@@ -302,11 +302,12 @@ class RemoteTier:
             for name, amount in amounts.items():
                 setattr(self._stats, name, getattr(self._stats, name) + amount)
 
-    def _fail(self, what: str, breaker: Breaker, error: object) -> None:
+    def _fail(self, operation: str, breaker: Breaker, error: object) -> None:
         """Count a failure of the remote, and tell the breaker."""
         breaker.failed()
         self._count(errors=1)
-        self._disk.warn(f"remote {what}", f"a {what} of {self.remote.place} failed ({error}); prompts are computed")
+        message = f"a {operation} of {self.remote.place} failed ({error}); prompts are computed"
+        self._disk.warn(f"remote {operation}", message)
 
 
 def _groups(reader: SegmentReader, shape: SegmentShape) -> Iterator[Group]:
@@ -345,7 +346,7 @@ def _nbytes(run: MatchedRun) -> int:
     return run.row.nbytes * run.num_hashes // run.row.valid_hashes
 
 
-def _saved(seconds: Seconds, covered: int, num_hashes: int) -> float:
-    """Return the seconds to compute the tokens of the prefix hashes from `covered` to `num_hashes`."""
-    total, before = seconds(num_hashes * HASH_TOKENS), seconds(covered * HASH_TOKENS)
+def _saved(seconds: Seconds, start: int, num_hashes: int) -> float:
+    """Return the seconds to compute the tokens of the prefix hashes from `start` to `num_hashes`."""
+    total, before = seconds(num_hashes * HASH_TOKENS), seconds(start * HASH_TOKENS)
     return _UNKNOWN_SECONDS if total is None or before is None else min(max(0.0, total - before), _MOST_SECONDS)

@@ -184,8 +184,8 @@ class WriteBack:
             return self._keep(_REFUSED)
         try:
             names = entry_names(row.chain) if is_found_by_prefix(row.provenance) else []
-            named = {delete_entry(self._remote, name, row.id, row.chain) for name in names}
-            for segment_id in {row.id, *named} - {""}:
+            entry_ids = {delete_entry(self._remote, name, row.id, row.chain) for name in names}
+            for segment_id in {row.id, *entry_ids} - {""}:
                 self._remote.delete(segment_id)
         except Exception as error:  # whatever a client library raises
             self._breaker.failed()

@@ -159,8 +159,8 @@ class Direction:
 def _fault(name: str, part: object) -> str:
     if isinstance(part, type):
         return "it is a class; pass an instance"
-    if missing := [key for key in ("name", "lossless", "fields", "encode", "decode") if not hasattr(part, key)]:
-        return f"it lacks {', '.join(missing)} (see `Codec`)"
+    if missing_members := [key for key in ("name", "lossless", "fields", "encode", "decode") if not hasattr(part, key)]:
+        return f"it lacks {', '.join(missing_members)} (see `Codec`)"
     codec = cast(Codec, part)
     if codec.name != name:
         return f"its name is {codec.name!r}"

@@ -180,7 +180,7 @@ class Conversations(Records[ConversationRecord]):
                 return True
             return self.files.is_locked(CONVERSATION_LOCK, name.removesuffix(RECORD_SUFFIX) + LOCK_SUFFIX)
 
-        removed = self._sweep(is_needed, dry_run)
+        removed_paths = self._sweep(is_needed, dry_run)
         if not dry_run:
             with suppress(OSError):
                 for name in filter(partial(self.files.is_own, CONVERSATION_LOCK), self.files.names(CONVERSATION_LOCK)):
@@ -188,7 +188,7 @@ class Conversations(Records[ConversationRecord]):
                         if (lock := self.files.lock(CONVERSATION_LOCK, name)) is not None:  # its process has ended
                             with lock:
                                 self.files.delete(CONVERSATION_LOCK, name)
-        return removed
+        return removed_paths
 
 
 def _describe(
@@ -276,11 +276,11 @@ class Ownership:
 
     def _lock(self) -> Any:
         """Lock the file, and write its holder. Returns None if it cannot be locked. Raises ConversationInUseError."""
-        refused, deadline = 0, time.monotonic() + _PATIENCE_SECONDS
+        num_refused, deadline = 0, time.monotonic() + _PATIENCE_SECONDS
         try:
             while (file := self.files.lock(CONVERSATION_LOCK, self._name)) is None:
-                refused += self.files.is_locked(CONVERSATION_LOCK, self._name)
-                if refused >= _ATTEMPTS or time.monotonic() >= deadline:
+                num_refused += self.files.is_locked(CONVERSATION_LOCK, self._name)
+                if num_refused >= _ATTEMPTS or time.monotonic() >= deadline:
                     raise ConversationInUseError(self._id, *_read_holder(self.files, self._name))
                 time.sleep(_PAUSE_SECONDS)
         except OSError as error:  # nothing is stored in a read-only folder, so nothing can be lost

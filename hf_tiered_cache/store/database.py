@@ -204,13 +204,13 @@ class Database:
         A file that was opened here before counts as own, whatever its content is now. If a file has a second name, such
         as from a hard-link backup, a new database is created. Raises UnavailableError.
         """
-        opened = None if self._identity is None else self._identity[0]
+        opened_file = None if self._identity is None else self._identity[0]
         linked = False
         for name, kind in DATABASE_FILES.items():
             status = files.find(kind, name)
             if status is None:
                 continue
-            is_opened = opened is not None and self._identify()[0] == opened
+            is_opened = opened_file is not None and self._identify()[0] == opened_file
             if not S_ISREG(status.st_mode) or not (is_opened or files.is_own(kind, name)):
                 message = not_own(files.where(kind, name))
                 # SQLite deletes a log without its database
@@ -257,10 +257,10 @@ class Database:
         if self._files is None or self._identity is None:
             return True
         with suppress(OSError):  # an error proves nothing
-            now = self._identify()
+            identity = self._identify()
             if self._identity[1] is None:  # there was no log before
-                self._identity = self._identity[0], now[1]
-            return now == self._identity
+                self._identity = self._identity[0], identity[1]
+            return identity == self._identity
         return True
 
     def _log_is_lost(self) -> bool:

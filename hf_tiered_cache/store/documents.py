@@ -107,8 +107,8 @@ class Documents(Records[DocumentRecord]):
     def listed(self, rows: Iterable[SegmentRow]) -> list[DocumentInfo]:
         """Return the listing entries of all documents, sorted by label, given the rows of all stored segments."""
         stored_rows, records = by_passage(rows), self.all()
-        named = Counter(name for record in records for name in set(record.passages))
-        return [_describe(record, stored_rows, named) for record in records]
+        num_uses = Counter(name for record in records for name in set(record.passages))
+        return [_describe(record, stored_rows, num_uses) for record in records]
 
     def only_of(self, leaving: Iterable[DocumentRecord], names: Iterable[str]) -> set[str]:
         """Return those passages that no record uses but those in `leaving`. Raises FormatError or OSError."""
@@ -119,16 +119,16 @@ class Documents(Records[DocumentRecord]):
 
     def sweep(self, rows: Iterable[SegmentRow], dry_run: bool = False) -> list[str]:
         """Delete records that are blank or have no stored passage left. See `_sweep`."""
-        stored = by_passage(rows).keys()
+        stored_names = by_passage(rows).keys()
 
         def is_needed(_: str, record: DocumentRecord | None) -> bool:
-            return record is not None and not stored.isdisjoint((*record.passages, *record.leaving))
+            return record is not None and not stored_names.isdisjoint((*record.passages, *record.leaving))
 
         return self._sweep(is_needed, dry_run)
 
 
 def _describe(
-    record: DocumentRecord, stored_rows: Mapping[str, Collection[SegmentRow]], named: Mapping[str, int]
+    record: DocumentRecord, stored_rows: Mapping[str, Collection[SegmentRow]], num_uses: Mapping[str, int]
 ) -> DocumentInfo:
     rows = {name: stored_rows[name] for name in record.passages if name in stored_rows}
     segments = [row for layouts in rows.values() for row in layouts]
@@ -144,7 +144,7 @@ def _describe(
         bytes=sum(row.nbytes for row in segments),
         segments=[row.id for row in segments],
         evicted=sum(name not in rows for name in record.passages),
-        shared=sum(named[name] > 1 for name in record.passages),
+        shared=sum(num_uses[name] > 1 for name in record.passages),
         created=record.created,
         changed=record.changed,
     )

@@ -192,8 +192,8 @@ def _with_names(data: dict[str, Any], header: SegmentHeader, room: int) -> bytes
     names = {"": header.label, **header.model}  # "" is the key of the label
     while True:
         header_names = {"label": names.get(""), "model": {name: value for name, value in names.items() if name}}
-        named = data | {name: value for name, value in header_names.items() if value}
-        page_json = json.dumps(named, separators=(",", ":"), ensure_ascii=False).encode(errors="replace")
+        named_data = data | {name: value for name, value in header_names.items() if value}
+        page_json = json.dumps(named_data, separators=(",", ":"), ensure_ascii=False).encode(errors="replace")
         if len(page_json) <= room or not names:
             return page_json
         longest = max(names, key=lambda name: len(names[name]))

@@ -44,13 +44,13 @@ class HedgedReads:
 
     def submit(self, request: Callable[[], _T]) -> Callable[[], _T]:
         """Begin a read, and return a function that waits for its result. Both raise OSError if the reads are closed."""
-        began: list[float] = []
+        start_times: list[float] = []
 
         def timed() -> _T:
-            began.append(time.monotonic())
+            start_times.append(time.monotonic())
             result = request()
             with self._lock:
-                self._seconds.append(time.monotonic() - began[0])
+                self._seconds.append(time.monotonic() - start_times[0])
             return result
 
         with self._lock:
@@ -59,18 +59,18 @@ class HedgedReads:
             first = self._first.submit(timed)
         except RuntimeError:
             raise OSError(errno.ESHUTDOWN, "the store is closed") from None
-        return partial(self._result, first, began, request)
+        return partial(self._result, first, start_times, request)
 
     def close(self) -> None:
         """Drop the requests that have not begun, and release the threads."""
         self._first.close(0.0)
         self._second.close(0.0)
 
-    def _result(self, first: Future[_T], began: Sequence[float], request: Callable[[], _T]) -> _T:
+    def _result(self, first: Future[_T], start_times: Sequence[float], request: Callable[[], _T]) -> _T:
         while not first.done():
             with self._lock:
                 limit = self._limit()
-                seconds_left = limit + (began[0] - time.monotonic() if began else 0.0)
+                seconds_left = limit + (start_times[0] - time.monotonic() if start_times else 0.0)
                 is_hedged = seconds_left <= 0 and self._allowed >= 1
                 self._allowed -= is_hedged
                 self.hedged += is_hedged

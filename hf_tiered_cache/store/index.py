@@ -85,9 +85,9 @@ class Index:
             return True  # other processes list the backend themselves
         should_reopen = not self.catalogue.is_shared and self._backend.writable
         if should_reopen and time.monotonic() - self._opened >= _REPAIR_SECONDS:
-            opened = self._open_catalogue()
-            if opened.is_shared:
-                self.catalogue = opened
+            new_catalogue = self._open_catalogue()
+            if new_catalogue.is_shared:
+                self.catalogue = new_catalogue
                 self._compare()
         return self.catalogue.is_shared
 
@@ -252,23 +252,23 @@ class Index:
 
     def _read(self, segment_id: str) -> _Row | None:
         """Read the row of a segment. Returns None, with a counter and a warning, if it is not readable."""
-        where = self._backend.where(segment_id)
+        place = self._backend.where(segment_id)
         try:
             head = read_head(self._backend.head, segment_id)
             if head.header.id != segment_id:
                 raise FormatError(f"the header belongs to segment {head.header.id}")
         except NotOursError as error:
-            self._note("newer_files", "newer", f"{where}: {error}")
+            self._note("newer_files", "newer", f"{place}: {error}")
         except FormatError as error:
             self._note(
                 "damaged_files",
                 "damaged",
-                f"{where} is not a complete segment ({error}); run `hf-tiered-cache gc` for details",
+                f"{place} is not a complete segment ({error}); run `hf-tiered-cache gc` for details",
             )
         except FileNotFoundError:
             pass  # deleted meanwhile
         except (OSError, MemoryError) as error:
-            self.unreadable[segment_id] = f"{where} cannot be read ({getattr(error, 'strerror', None) or error})"
+            self.unreadable[segment_id] = f"{place} cannot be read ({getattr(error, 'strerror', None) or error})"
             self._note("read_errors", "unreadable", self.unreadable[segment_id])
         else:
             return SegmentRow.of(head.header, head.chain, head.nbytes), head.header.model
@@ -283,7 +283,7 @@ class Index:
         more. SQLite errors are never raised. Calls made during a scan do not start another scan.
         """
         answer: _T | _Default = default
-        for again in () if self._closed else (True, False):
+        for may_retry in () if self._closed else (True, False):
             catalogue = self.catalogue
             generation = catalogue.generation
             try:
@@ -296,7 +296,7 @@ class Index:
                 self._note(
                     "catalogue_errors", "catalogue", f"the catalogue {'is damaged' if damaged else 'failed'} ({error})"
                 )
-                if not (again and damaged and self._rebuild(catalogue, generation)):
+                if not (may_retry and damaged and self._rebuild(catalogue, generation)):
                     break
         return answer
 

@@ -203,9 +203,9 @@ def kind_of(folder: str, name: str) -> FileKind | None:
     return None
 
 
-def not_own(where: object) -> str:
+def not_own(place: object) -> str:
     """Return the message about a file of others, at a path or address where the library has one of its own."""
-    return f"{where} was not written by this library; move it elsewhere"
+    return f"{place} was not written by this library; move it elsewhere"
 
 
 def sidecar_sizes(sizes: Mapping[str, int]) -> dict[str, dict[str, int]]:
@@ -286,5 +286,5 @@ def checked(schema: type[_T], facts: dict[str, Any]) -> _T:
 
     Other keys are ignored. Raises FormatError for an invalid value, or KeyError for a missing one without a default.
     """
-    stored = [field for field in fields(schema) if field.name in facts or field.default is MISSING]  # type: ignore[arg-type]
-    return schema(**{field.name: _CHECKS[str(field.type)](facts[field.name]) for field in stored})
+    stored_fields = [field for field in fields(schema) if field.name in facts or field.default is MISSING]  # type: ignore[arg-type]
+    return schema(**{field.name: _CHECKS[str(field.type)](facts[field.name]) for field in stored_fields})

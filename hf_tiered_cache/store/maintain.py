@@ -209,7 +209,7 @@ def gc(store: SegmentStore, replaced: Mapping[str, int] | None = None, *, dry_ru
         damaged += unlisted_damaged(store)
         report.expired, report.damaged = len(expired), len(damaged)
         report.deleted |= _files(store, expired, "expired") | _files(store, damaged, "damaged")
-        sidecars, spared = store.sidecars.by_segment(), {*expired, *damaged, *replaced}
+        sidecars, spared_ids = store.sidecars.by_segment(), {*expired, *damaged, *replaced}
         report.freed_bytes = report.temporary_bytes + sum(replaced.values())
         for name in (*expired, *damaged):
             report.freed_bytes += rows[name].nbytes if name in rows else store.nbytes_of(name)
@@ -221,7 +221,7 @@ def gc(store: SegmentStore, replaced: Mapping[str, int] | None = None, *, dry_ru
         usage = 0 if quota is None else store.used_bytes() - (report.freed_bytes if dry_run else 0)
         if quota is not None and (over := store.limits.overflow(usage)) > 0:
             while True:
-                candidates, num_unreadable = store.victims(over, but=spared | unreadable.keys()), len(unreadable)
+                candidates, num_unreadable = store.victims(over, but=spared_ids | unreadable.keys()), len(unreadable)
                 _readable(store, [name for name, _ in candidates], unreadable)
                 if len(unreadable) == num_unreadable:
                     break
@@ -252,8 +252,8 @@ def _readable(store: SegmentStore, ids: Iterable[str], unreadable: dict[str, str
             store.backend.is_own(segment_id)
             readable.append(segment_id)
         except OSError as error:
-            where = store.backend.where(segment_id)
-            unreadable[segment_id] = f"{where} cannot be read ({error.strerror or error})"
+            place = store.backend.where(segment_id)
+            unreadable[segment_id] = f"{place} cannot be read ({error.strerror or error})"
     return readable
 
 

@@ -49,10 +49,10 @@ def merge(
     sine = sine.masked_fill(parallel, 1)
     weight = torch.where(parallel, 1 - toward, ((1 - toward) * between).sin() / sine)
     weight_of_other = torch.where(parallel, toward, (toward * between).sin() / sine)
-    merged = weight.float() * first_unit + weight_of_other.float() * second_unit
-    length = torch.linalg.vector_norm(merged, dim=-1, keepdim=True)
+    weighted_sum = weight.float() * first_unit + weight_of_other.float() * second_unit
+    length = torch.linalg.vector_norm(weighted_sum, dim=-1, keepdim=True)
     cancelled = length < _PARALLEL
-    direction = torch.where(cancelled, second_unit, merged / length.masked_fill(cancelled, 1))
+    direction = torch.where(cancelled, second_unit, weighted_sum / length.masked_fill(cancelled, 1))
     return direction, magnitude, magnitude_of_other
 
 
@@ -66,16 +66,16 @@ def encode(
     fields of both layers with the codec of merged KV cache groups; both contain the same direction.
     """
     direction, *magnitudes = merge(first, second, toward)
-    stored, ones = checked_encode(codec, direction.to(first.dtype))
+    encoded_direction, ones = checked_encode(codec, direction.to(first.dtype))
     ones = torch.ones_like(ones)
-    decoded = codec.decode((stored, ones), torch.float32)
+    decoded = codec.decode((encoded_direction, ones), torch.float32)
     length = torch.linalg.vector_norm(decoded, dim=-1, keepdim=True)
     zero = length == 0
     limits = torch.finfo(first.dtype)
     most = limits.max / decoded.abs().amax(-1, keepdim=True).masked_fill(zero, 1) * (1 - torch.finfo(torch.float32).eps)
     length.masked_fill_(zero, 1)
     first_factor, second_factor = (torch.minimum(magnitude / length, most) for magnitude in magnitudes)  # NaN stays NaN
-    return (stored, first_factor), (stored, second_factor)
+    return (encoded_direction, first_factor), (encoded_direction, second_factor)
 
 
 def retained(angles: torch.Tensor, share: float = 0.05) -> torch.Tensor:

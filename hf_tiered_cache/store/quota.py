@@ -144,10 +144,10 @@ class Space:
 
     def clean_up(self, dry_run: bool = False) -> dict[str, int]:
         """Delete unfinished files of dead processes, unless `dry_run`, and return the bytes of each. Needs the lock."""
-        removed, published = self.backend.clean_up(dry_run)
+        file_sizes, published = self.backend.clean_up(dry_run)
         if published and not dry_run:  # killed after the file was published, and before its row was added
             self.index.scan()
-        return removed
+        return file_sizes
 
     def check_writable(self) -> None:
         """Raise StoreError if the store cannot be written."""
@@ -171,12 +171,12 @@ class Space:
         Raises StoreError if the store is not writable, or OSError if one remains; the others are deleted.
         """
         self.check_writable()
-        names, removed_ids, removed, failed = list(ids), [], 0, None
+        names, removed_ids, num_removed, failed = list(ids), [], 0, None
         self._removed.extend(names)
         self.sidecars.remove(names)  # first, so that no sidecar remains without its segment
         for segment_id in names:
             try:
-                removed += self.backend.delete(segment_id)
+                num_removed += self.backend.delete(segment_id)
                 removed_ids.append(segment_id)
                 self.backend.pin(segment_id, False)
             except OSError as error:
@@ -184,10 +184,10 @@ class Space:
         self.forget(removed_ids)
         self.index.remove(removed_ids)
         if figure:
-            self.counters.add(figure, removed)
+            self.counters.add(figure, num_removed)
         if failed is not None:
             raise failed
-        return removed
+        return num_removed
 
     def forget(self, ids: Collection[str]) -> None:
         """Drop everything that this process holds of deleted or replaced segments."""
@@ -202,25 +202,26 @@ class Space:
     def forget_lost_readers(self) -> None:
         """Close segments that other processes deleted or replaced: an open file still takes disk space."""
         started = time.monotonic()
-        opened = self.readers.get(*self.readers)
-        if lost := [reader.id for reader in opened if reader is not None and not reader.is_current()]:
-            self.forget(lost)
+        open_readers = self.readers.get(*self.readers)
+        if lost_ids := [reader.id for reader in open_readers if reader is not None and not reader.is_current()]:
+            self.forget(lost_ids)
         now = time.monotonic()
         self._next_look = now + _PAUSE_PER_LOOK * (now - started)
 
     def forget_deleted(self, ids: Iterable[str]) -> None:
         """Drop the given segments that other processes deleted."""
         with suppress(OSError):  # an error proves nothing
-            if lost := [segment_id for segment_id in ids if self.backend.find(segment_id) is None]:
-                self.forget(lost)
+            if lost_ids := [segment_id for segment_id in ids if self.backend.find(segment_id) is None]:
+                self.forget(lost_ids)
 
     def pin(self, ids: Iterable[str], pinned: bool = True) -> None:
         """Pin segments, which protects them from eviction, or unpin them. Raises ConfigError or StoreError."""
         self.check_writable()
         ids = list(ids)
         with as_store_error(f"pins cannot be changed in {self.place}"), self.backend.locked():
-            stored = self.index.ids() if pinned else None  # under the lock: none can be evicted that was just pinned
-            unknown = set[str]() if stored is None else set(ids) - stored
+            # under the lock: none can be evicted that was just pinned
+            stored_ids = self.index.ids() if pinned else None
+            unknown = set[str]() if stored_ids is None else set(ids) - stored_ids
             if not unknown:
                 for segment_id in ids:
                     self.backend.pin(segment_id, pinned)

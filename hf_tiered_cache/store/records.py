@@ -155,7 +155,7 @@ class Records(Generic[R]):
 
     def _get(self, name: str) -> R | None:
         """Return the record in a file, or None if there is none. One that cannot be used is logged."""
-        where = self.files.where(self.kind, name)
+        place = self.files.where(self.kind, name)
         try:
             content = self.files.read(self.kind, name)
             if is_blank(content):  # its writer was killed
@@ -163,15 +163,15 @@ class Records(Generic[R]):
             record = self.record.decode(content)
             if record_name(*record.key) == name:
                 return record
-            self._warn(name, f"{where} is a record of another name, and is not used; move it elsewhere")
+            self._warn(name, f"{place} is a record of another name, and is not used; move it elsewhere")
         except FileNotFoundError:
             pass
         except OtherFormatError as error:
-            self._warn(name, f"{where}: {error}; upgrade hf-tiered-cache")
+            self._warn(name, f"{place}: {error}; upgrade hf-tiered-cache")
         except FormatError as error:
-            self._warn(name, f"{where} is damaged, or of another program, and is not used ({error}); move it elsewhere")
+            self._warn(name, f"{place} is damaged, or of another program, and is not used ({error}); move it elsewhere")
         except OSError as error:
-            self._warn(name, f"{where} cannot be read ({error.strerror}); check the disk")
+            self._warn(name, f"{place} cannot be read ({error.strerror}); check the disk")
         return None
 
     def read(self, *key: str) -> R | None:
@@ -201,10 +201,10 @@ class Records(Generic[R]):
             except FileNotFoundError:
                 continue
             except FormatError as error:
-                where, advice = self.files.where(self.kind, name), "move it elsewhere, and try again"
+                place, advice = self.files.where(self.kind, name), "move it elsewhere, and try again"
                 if isinstance(error, OtherFormatError):
                     advice = "upgrade hf-tiered-cache"
-                raise type(error)(f"{where}: {error}, so nothing is deleted that it may name; {advice}") from error
+                raise type(error)(f"{place}: {error}, so nothing is deleted that it may name; {advice}") from error
             if is_named:
                 yield record
 
@@ -241,9 +241,9 @@ class Records(Generic[R]):
                 try:
                     self.record.decode(self.files.read(self.kind, name))
                 except OtherFormatError as error:
-                    where = self.files.where(record.kind, name)
+                    place = self.files.where(record.kind, name)
                     raise OtherFormatError(
-                        f"{where}: {error}, so it is not replaced; upgrade hf-tiered-cache"
+                        f"{place}: {error}, so it is not replaced; upgrade hf-tiered-cache"
                     ) from error
                 except FormatError:  # damaged, or of another program: `write` replaces only the library's own
                     pass
@@ -261,7 +261,7 @@ class Records(Generic[R]):
         Returns the paths of the deleted records, or with `dry_run` of those to be deleted. `is_needed` gets the name of
         a file and its record, or None for a blank one.
         """
-        removed, kind = [], self.kind
+        removed_paths, kind = [], self.kind
         with suppress(OSError):
             for name in self.files.names(kind):
                 with suppress(OSError, FormatError):
@@ -269,8 +269,8 @@ class Records(Generic[R]):
                     if is_needed(name, None if is_blank(content) else self._undamaged(name, content)):
                         continue
                     if self.files.is_own(kind, name) if dry_run else self.files.delete(kind, name):
-                        removed.append(str(self.files.where(kind, name)))
-        return removed
+                        removed_paths.append(str(self.files.where(kind, name)))
+        return removed_paths
 
 
 def check_name(name: object, subject: str, most: int) -> None:

@@ -196,14 +196,14 @@ class _Join:
         codec, tokens = self._shape.codec_of(group), self._shape.tokens_by_slot(group)
         for pair in zip(group.parts[::2], group.parts[1::2], strict=True):
             merged_kv = [self._empty(part) for part in pair]
-            shared = np.zeros(self._shape.tokens, np.int64)  # number of heads that are already merged, by token
+            num_merged = np.zeros(self._shape.tokens, np.int64)  # number of heads that are already merged, by token
             rotated_tensors = [
                 [s for s in self._sources(part, tokens) if s.group.merged and s.group.layers == group.layers]
                 for part in pair
             ]
             for source in rotated_tensors[0]:
-                shared[source.to_tokens] += source.heads.stop - source.heads.start
-            new_tokens = np.sort(tokens[shared[tokens] < pair[0].heads])
+                num_merged[source.to_tokens] += source.heads.stop - source.heads.start
+            new_tokens = np.sort(tokens[num_merged[tokens] < pair[0].heads])
             for at in range(0, len(new_tokens), _RUN):
                 run = new_tokens[at : at + _RUN]
                 parts = encode(self.numbers(pair[0], run), self.numbers(pair[1], run), codec, self._toward)
@@ -302,9 +302,9 @@ def merge_segments(
     """
     first, tokens, apart = readers[0].header, tokens_of(readers), {}
     for pair in geometry.pairs:
-        shared = np.arange(max(stored_from[layer] for layer in pair), tokens)
-        if len(shared):
-            apart[pair] = shared[retained(pair_angles(readers, pair, shared, blocks_of), share).numpy()]
+        pair_tokens = np.arange(max(stored_from[layer] for layer in pair), tokens)
+        if len(pair_tokens):
+            apart[pair] = pair_tokens[retained(pair_angles(readers, pair, pair_tokens, blocks_of), share).numpy()]
     geometry = replace(geometry, codec=first.shape.geometry.codec)
     tables = TokenTables.by_pairs(stored_from, apart, block_groups(first.shape.layout, geometry), tokens)
     header, prefix_hashes, groups = join_segments(readers, geometry, tables, blocks_of, toward)

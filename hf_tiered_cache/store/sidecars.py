@@ -257,14 +257,14 @@ class Sidecars:
 
     def sweep(self, dry_run: bool = False) -> dict[str, int]:
         """Delete sidecars of segments that do not exist, unless `dry_run`, and return the bytes of each file."""
-        removed: dict[str, int] = {}
+        removed_sizes: dict[str, int] = {}
         with suppress(OSError):
             sizes = self._backend.sidecars()  # first: a segment that is stored meanwhile must not count as gone
-            stored = set(self._backend.names())
-            for name in [name for name in sizes if name.partition(".")[0] not in stored]:
+            stored_ids = set(self._backend.names())
+            for name in [name for name in sizes if name.partition(".")[0] not in stored_ids]:
                 if self._backend.is_own(name) if dry_run else self._delete(name):
-                    removed[self._backend.where(name)] = sizes[name]
-        return removed
+                    removed_sizes[self._backend.where(name)] = sizes[name]
+        return removed_sizes
 
     def _delete(self, name: str) -> bool:
         with suppress(OSError):

@@ -112,15 +112,15 @@ class DaemonPool:
 
     def close(self, seconds: float) -> None:
         """Drop the calls that have not begun, and wait up to `seconds` for the others."""
-        dropped = []
+        futures = []
         with self._lock:
             self._closed = True
             with suppress(queue.Empty):
                 while (item := self._queue.get_nowait()) is not None:
-                    dropped.append(item[0])
+                    futures.append(item[0])
             for _ in self._threads:
                 self._queue.put(None)
-        for future in dropped:  # without the lock, since their callbacks may use the pool
+        for future in futures:  # without the lock, since their callbacks may use the pool
             future.cancel()
         deadline = time.monotonic() + seconds
         for thread in self._threads:
@@ -229,8 +229,8 @@ class Worker:
         self._actions.put(action)
 
 
-def _do_all(actions: queue.SimpleQueue[Action | None], gone: weakref.ref[Worker]) -> None:
-    """Run actions until None. `gone` puts None into the queue when the worker object is deleted, if kept alive here."""
+def _do_all(actions: queue.SimpleQueue[Action | None], worker: weakref.ref[Worker]) -> None:
+    """Run actions until None. `worker` puts None into the queue when its object is deleted, if kept alive here."""
     while (action := actions.get()) is not None:
         action()
         action = None  # drop the reference while waiting

@@ -283,13 +283,13 @@ class Writer:
             LOGGER.exception("a segment was not stored")
 
     def _write(self, pending: PendingSegment) -> None:
-        stored = False
+        is_stored = False
         try:
-            stored = self._store.publish(
+            is_stored = self._store.publish(
                 pending.header, pending.prefix_hashes, self._block_groups(pending), pending.ancestors, pending.written
             )
         finally:
-            if not stored:
+            if not is_stored:
                 pending.refused(pending)
             with self._lock:
                 self._pending.remove(pending)

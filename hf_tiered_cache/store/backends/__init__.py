@@ -56,8 +56,8 @@ _BUILT_IN = {
 
 
 def _fault(name: str, opener: object) -> str:
-    if missing := getattr(opener, "__abstractmethods__", None):
-        return f"it lacks {', '.join(sorted(missing))}"
+    if missing_methods := getattr(opener, "__abstractmethods__", None):
+        return f"it lacks {', '.join(sorted(missing_methods))}"
     return "" if callable(opener) else "it cannot be called"
 
 
@@ -96,9 +96,9 @@ def open_backend(address: str | os.PathLike[str] | None, backend: object, engine
             )
     if isinstance(backend, type):
         raise ConfigError(f"backend must be an instance, not the class {backend.__name__}; use {backend.__name__}(...)")
-    if missing := [name for name in _MEMBERS if not hasattr(backend, name)]:
+    if missing_members := [name for name in _MEMBERS if not hasattr(backend, name)]:
         advice = "; call super().__init__(place) in its constructor" if isinstance(backend, ObjectBackend) else ""
-        raise ConfigError(f"{type(backend).__name__} is not a backend: it lacks {', '.join(missing)}{advice}")
+        raise ConfigError(f"{type(backend).__name__} is not a backend: it lacks {', '.join(missing_members)}{advice}")
     _check_open(backend)
     return backend  # type: ignore[return-value]  # checked above
 

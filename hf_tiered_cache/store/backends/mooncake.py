@@ -84,8 +84,8 @@ class MooncakeBackend(ValueBackend):
             if len(contents) != len(keys_of_call):
                 raise self._fault("transfer", -1)
             values.update(zip(keys_of_call, contents, strict=True))
-        lost = [key for key, value in values.items() if not value]
-        if lost and any(self.client.batch_is_exist(lost)):  # they have not been dropped meanwhile
+        lost_keys = [key for key, value in values.items() if not value]
+        if lost_keys and any(self.client.batch_is_exist(lost_keys)):  # they have not been dropped meanwhile
             raise self._fault("transfer", -1)
         return [values.get(key, b"")[start:stop] for key, start, stop in ranges]
 
@@ -97,8 +97,8 @@ class MooncakeBackend(ValueBackend):
             self._check(self.client.upsert(key, content))
             return True
         self._check(self.client.put(key, content))  # reports no error if the key exists
-        (stored,) = self.read_values([Range(key, 0, len(content))])
-        return stored == content
+        (stored_content,) = self.read_values([Range(key, 0, len(content))])
+        return stored_content == content
 
     def delete_values(self, keys: Sequence[str]) -> bool:
         statuses = [self.client.remove(key, True) for key in keys]

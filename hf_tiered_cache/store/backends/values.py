@@ -147,10 +147,10 @@ class ValueBackend(ObjectBackend):
             value = head.encode() + content[: self.first_bytes]
             is_stored = self.set_value(self.keys + name, value, replace and before is not None)
             if not is_stored:  # written meanwhile, a value of another program, or written by a call that was repeated
-                now = self._head(name)
-                is_stored = now == head
-                if replace and now not in (None, head):
-                    before, is_stored = now, self.set_value(self.keys + name, value, True)
+                current_head = self._head(name)
+                is_stored = current_head == head
+                if replace and current_head not in (None, head):
+                    before, is_stored = current_head, self.set_value(self.keys + name, value, True)
         finally:
             if not is_stored:  # also if the server is full: parts without an object would keep it full
                 self._discard(parts)
