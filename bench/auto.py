@@ -117,9 +117,9 @@ class Bench:
         """Measure all systems for each length, on a disk of `rate` MB/s or, for 0, on the real disk."""
         arguments, model = self.arguments, self.model
         with self.store(self.folder_of(AUTO, rate), rate) as store:
-            began = time.perf_counter()
+            start_time = time.perf_counter()
             TieredCache(model, store, method=Auto(), progress=False)
-            calibration_s = time.perf_counter() - began
+            calibration_s = time.perf_counter() - start_time
             fingerprint, device = Fingerprinter(model)(), model.device
             calibration = prefix_calibration(storage_of(store), fingerprint, device, EXACT)
             costs = {n: calibration.at(n) for n in self.prompts}

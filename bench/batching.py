@@ -45,8 +45,8 @@ def prompts_of(arguments: argparse.Namespace, tokens: int, shares: bool, seed: i
     def draw(count: int) -> list[int]:
         return [chance.randrange(3, tokens) for _ in range(count)]
 
-    shared = draw(arguments.shared)
-    return [(shared if shares else draw(arguments.shared)) + draw(PRIVATE_TOKENS) for _ in range(arguments.requests)]
+    prefix = draw(arguments.shared)
+    return [(prefix if shares else draw(arguments.shared)) + draw(PRIVATE_TOKENS) for _ in range(arguments.requests)]
 
 
 def run(model: Any, arguments: argparse.Namespace, prompts: list[list[int]]) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def run(model: Any, arguments: argparse.Namespace, prompts: list[list[int]]) -> 
     try:
         decoding = manager.add_request([5] * 32, max_new_tokens=4000, eos_token_id=-1, record_timestamps=True)
         time.sleep(SETTLE_S)
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         for ids in prompts:
             manager.add_request(ids, max_new_tokens=arguments.tokens, eos_token_id=-1, record_timestamps=True)
             time.sleep(chance.expovariate(arguments.rate))
@@ -72,7 +72,7 @@ def run(model: Any, arguments: argparse.Namespace, prompts: list[list[int]]) -> 
             if output is not None and output.is_finished() and output.request_id != decoding:
                 assert output.error is None, output.error
                 outputs[output.request_id] = output
-        seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - start_time
         state = manager.batch_processor.scheduler.active_requests.get(decoding)
         stamps = list(state.timestamps or []) if state is not None else []
         manager.cancel_request(decoding)
@@ -124,10 +124,10 @@ def with_store(
 ) -> dict[str, dict[str, Any]]:
     """Return the results of runs with a new store: cold, and then from host memory and from disk if these are named."""
     results = {}
-    for opened in filter(None, (names[:2], names[2:])):
+    for run_names in filter(None, (names[:2], names[2:])):
         forget_page_cache(folder)
         with KVStore(folder, host_memory="4GiB") as store, tiered(model, store):
-            for name in opened:
+            for name in run_names:
                 results[name] = run(model, arguments, prompts)
                 store.flush()
     return results

@@ -212,10 +212,10 @@ class Simulation:
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         new, columns = query.shape[2], key.shape[2]
         mask = torch.arange(columns) <= torch.arange(columns - new, columns)[:, None]  # [new, columns]
-        selected = self._choice.visible(module.layer_idx, query[0], key[0], scale)
-        if selected is not None:
+        selected_mask = self._choice.visible(module.layer_idx, query[0], key[0], scale)
+        if selected_mask is not None:
             mask = mask.expand(query.shape[1], -1, -1).clone()
-            mask[:, :, : selected.shape[1]] &= selected[:, None]
+            mask[:, :, : selected_mask.shape[1]] &= selected_mask[:, None]
         output = torch.nn.functional.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, scale=scale, enable_gqa=True
         )

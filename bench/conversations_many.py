@@ -95,7 +95,7 @@ def work(folder: str, method: str, count: str, turns: str, seed: str) -> dict[st
     torch.set_num_threads(1)
     conversations = Conversations(Path(folder), method, int(seed))
     seconds: list[float] = []
-    refused: list[float] = []
+    refusal_times: list[float] = []
     with conversations.open() as store:
         for _ in range(int(turns)):
             number = conversations.draw(int(count))
@@ -104,8 +104,8 @@ def work(folder: str, method: str, count: str, turns: str, seed: str) -> dict[st
                 conversations.turn(store, number, OPENING + 2 * NEW)
                 seconds.append(time.perf_counter() - started)
             except ConversationInUseError:
-                refused.append(time.perf_counter() - started)
-    return {"seconds": seconds, "refused": refused}
+                refusal_times.append(time.perf_counter() - started)
+    return {"seconds": seconds, "refused": refusal_times}
 
 
 def worker(*arguments: Any) -> dict[str, Any]:

@@ -71,10 +71,10 @@ def times(action: Callable[[], object], repeats: int) -> list[float]:
     """Return the seconds of an action, after some that are not measured."""
     seconds = []
     for number in range(repeats + 3):
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         action()
         if number >= 3:
-            seconds.append(time.perf_counter() - began)
+            seconds.append(time.perf_counter() - start_time)
     return seconds
 
 

@@ -88,7 +88,7 @@ def measure(arguments: argparse.Namespace, context_tokens: int, folder: Path) ->
         in_turn, at_once = ([system(contexts_of(half)) for _ in range(2)] for _ in range(2))
 
         def timed(way: str) -> float:
-            began = time.perf_counter()
+            start_time = time.perf_counter()
             if way == WHOLE:
                 decode(full_batch, arguments.tokens, threads)
             elif way == IN_TURN:
@@ -98,7 +98,7 @@ def measure(arguments: argparse.Namespace, context_tokens: int, folder: Path) ->
                 share = max(1, threads // 2)
                 for future in [workers.submit(decode, part, arguments.tokens, share) for part in at_once]:
                     future.result()
-            return (time.perf_counter() - began) / arguments.tokens
+            return (time.perf_counter() - start_time) / arguments.tokens
 
         ways = {way: partial(timed, way) for way in (WHOLE, IN_TURN, AT_ONCE)}
         return interleaved(ways, arguments.turns, warm_up=2)

@@ -109,8 +109,8 @@ class Bench:
         if len(self._others) > 1:
             ways = [DISK, HOST, *self._engines]
             actions |= {f"{way}, at once": self._at_once(way, prefix, seed) for way in ways}
-        measured = interleaved(actions, turns, note=self._note)
-        rows = {way: [row for turn in results for row in turn] for way, results in measured.items()}
+        results_by_way = interleaved(actions, turns, note=self._note)
+        rows = {way: [row for turn in results for row in turn] for way, results in results_by_way.items()}
         for way, requests in rows.items():
             for row in requests:
                 assert row.get("tokens_restored", 0) in (0, prefix), (way, row)
@@ -229,7 +229,7 @@ def _link_rows(document: dict[str, Any]) -> list[list[str]]:
 def report(document: dict[str, Any]) -> str:
     """Return the page of results."""
     on, results = document["machine"], document["results"]
-    missing = "".join(f"- {engine} was not measured: {reason}\n" for engine, reason in document["missing"].items())
+    notes = "".join(f"- {engine} was not measured: {reason}\n" for engine, reason in document["missing"].items())
     send_rows = [
         [
             f"{result['prefix']:,}",
@@ -247,7 +247,7 @@ interquartile range, of {", ".join(f"{r['turns']} turns at {r['prefix']:,} token
 measured in each turn, in alternating order. A request includes the look-up, fetching to the local disk with all
 checks, and restoring. Stores are opened before.
 
-{missing}
+{notes}
 ## Engines
 
 With 2 processes, one machine restores at a time. With {document["machines"]}, the others restore at once and share
@@ -342,7 +342,7 @@ def main() -> None:
     options = {name: getattr(arguments, name) for name in ("shape", "layers", "model", "dtype")}
     shape = f"{arguments.shape}-{arguments.layers}l" if arguments.layers else arguments.shape
     name = f"{arguments.model or shape}-{arguments.dtype}-cpu"
-    places, missing = {}, {}
+    places, missing_engines = {}, {}
     with tempfile.TemporaryDirectory(prefix="bench-remote-", dir=arguments.folder) as path, ExitStack() as stack:
         folder = Path(path)
         for engine in arguments.engines:
@@ -350,9 +350,9 @@ def main() -> None:
             try:
                 places[engine] = start(engine, folder / engine, stack)
             except servers.MissingServerError as error:
-                missing[engine] = str(error)
+                missing_engines[engine] = str(error)
         if not places:
-            raise SystemExit(f"no server is installed: {missing}")
+            raise SystemExit(f"no server is installed: {missing_engines}")
         print(f"starting {arguments.machines} machines", flush=True)
         options["threads"] = torch.get_num_threads()
         machines = [
@@ -368,7 +368,7 @@ def main() -> None:
             "machine": machine(torch.device("cpu"), folder),
             "machines": arguments.machines,
             "engines": list(places),
-            "missing": missing,
+            "missing": missing_engines,
             "linked": next(iter(places)),
             "links": bench.links,
             "results": [bench.measure(prefix) for prefix in tqdm(arguments.prefixes, desc="prefixes")],

@@ -121,11 +121,11 @@ def fill(remote: ObjectBackend, numbers: range) -> float:
         for name, content in objects(number):
             remote.put_object(name, content, replace=True)
 
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     with ThreadPoolExecutor(WRITERS) as pool:
         for _ in tqdm(pool.map(write, numbers), total=len(numbers), unit="segment", mininterval=2):
             pass
-    return time.perf_counter() - began
+    return time.perf_counter() - start_time
 
 
 def look_up(remote: ObjectBackend, segments: int) -> dict[str, list[float]]:
@@ -141,9 +141,9 @@ def look_up(remote: ObjectBackend, segments: int) -> dict[str, list[float]]:
         for number in np.random.default_rng(0).choice(segments, min(segments, LOOK_UPS), replace=False):
             for measure in times:
                 names = prompt_of(int(number), measure == "hit")
-                began = time.perf_counter()
+                start_time = time.perf_counter()
                 entries = look_ups.find(names, _LIMIT)
-                times[measure].append(time.perf_counter() - began)
+                times[measure].append(time.perf_counter() - start_time)
                 assert len(entries) == (measure == "hit"), (measure, entries, errors)
         times["memory"] = [_memory() - before]
     return times
@@ -192,9 +192,9 @@ def measure(engine: str, segments: int, listed: int, folder: Path) -> dict[str, 
                 result |= {name: [figures["seconds"]], f"{name}_memory": figures["memory"]}
             result["write_s"] = write_s + fill(remote, range(listed, segments))
             result |= look_up(remote, segments)
-            began = time.perf_counter()
+            start_time = time.perf_counter()
             assert len(remote.names()) == segments
-            result["names"] = [time.perf_counter() - began]
+            result["names"] = [time.perf_counter() - start_time]
     return result
 
 
@@ -209,7 +209,7 @@ def report(document: dict[str, Any]) -> str:
     memory = {"memory": "look-ups", "ls_memory": "`ls`", "gc_memory": "`gc`"}
     for name, text in memory.items():
         rows.append([f"memory of {text}", *(f"{_single(result[name]) / 2**20:.0f} MiB" for result in results)])
-    missing = "".join(f"- {engine} was not measured: {reason}\n" for engine, reason in document["missing"].items())
+    notes = "".join(f"- {engine} was not measured: {reason}\n" for engine, reason in document["missing"].items())
     return f"""# Remotes with many segments
 
 {machine_text(document["machine"])} Servers are processes on this computer, in the loopback network. Segments have
@@ -217,7 +217,7 @@ def report(document: dict[str, Any]) -> str:
 percentile in parentheses. Listings are measured once. Commands read every segment, one after the other, and run when
 fewer are stored. Their times and memory are those beyond importing the library.
 
-{missing}
+{notes}
 {table(["", *heads], rows)}
 ![times](remote-segments-cpu.png)
 """
@@ -262,7 +262,7 @@ def main() -> None:
     parser.add_argument("--keep", action="store_true", help="keep the results of other engines that are in --out")
     parser.add_argument("--folder", type=Path, help="parent folder of the servers' data (default: a temporary one)")
     arguments: argparse.Namespace = parser.parse_args()
-    engines, results, missing = arguments.engines.split(","), [], {}
+    engines, results, missing_engines = arguments.engines.split(","), [], {}
     if arguments.keep:
         earlier_results = json.loads((arguments.out / "remote-segments-cpu.json").read_text())["results"]
         results = [result for result in earlier_results if result["engine"] not in engines]
@@ -271,11 +271,11 @@ def main() -> None:
         for engine in engines:
             segments = min(arguments.segments, arguments.s3_segments) if engine == "s3" else arguments.segments
             try:
-                measured = measure(engine, segments, min(segments, arguments.listed), Path(path))
-                results.append(measured | {"commit": on["commit"]})
+                measurement = measure(engine, segments, min(segments, arguments.listed), Path(path))
+                results.append(measurement | {"commit": on["commit"]})
             except MissingServerError as error:
-                missing[engine] = str(error)
-            document = {"machine": on, "missing": missing, "results": results}
+                missing_engines[engine] = str(error)
+            document = {"machine": on, "missing": missing_engines, "results": results}
             save(arguments.out, "remote-segments-cpu", document, report(document), plot)
     print(report(document))
 

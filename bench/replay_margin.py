@@ -106,13 +106,13 @@ def report(document: dict[str, Any]) -> str:
     """Return the page in Markdown."""
     rows = []
     for name, figures in document["settings"].items():
-        merged = [
+        merged_figures = [
             (loss, top)
             for loss, top, pairs in zip(figures["KL"], figures["top 1"], figures["pairs"], strict=True)
             if pairs
         ]
-        losses, tops = zip(*(merged or [(0.0, 100.0)]), strict=True)
-        row = [name, f"{len(merged)} of {len(figures['KL'])}", f"{np.mean(figures['pairs']):.1f}"]
+        losses, tops = zip(*(merged_figures or [(0.0, 100.0)]), strict=True)
+        row = [name, f"{len(merged_figures)} of {len(figures['KL'])}", f"{np.mean(figures['pairs']):.1f}"]
         row += [f"{max(0.0, np.mean(losses)):.4f}", f"{max(losses):.4f}", f"{np.mean(tops):.1f}"]
         rows.append([*row, f"{np.mean(figures['top 1']):.1f}", f"{np.mean(figures['bytes']) / 1e3:.0f}"])
     heads = ["setting", "merged", "pairs", "KL, mean", "KL, max", "top 1, %", "top 1 of all, %", "kB"]

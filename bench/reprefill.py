@@ -224,9 +224,9 @@ def probes(result: dict[str, Any]) -> str:
     )
 
 
-def accuracy(budget: float, measured: Path = ACCURACY) -> str:
+def accuracy(budget: float, path: Path = ACCURACY) -> str:
     """Describe the accuracy that eval/ measured at the same budget in a sentence; "" if there is none."""
-    rows = json.loads(measured.read_text()) if measured.exists() else []
+    rows = json.loads(path.read_text()) if path.exists() else []
     texts = []
     for method in ("contiguous_kv", "impress:probe_heads=2", "h2o"):
         selected_rows = [row for row in rows if row["variant"] == f"{method}@{budget:g}"]

@@ -46,12 +46,12 @@ def measure(policy: str, slots: int, chunks: int, fetches: int) -> dict[str, lis
             pool.pin(cached[1])
             pool.use(cached[1], tier.clock)
             pool.unpin(cached[1])
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         insert(tier, (f"new-{number}", 0, 0), np.arange(chunks))
-        results["fetch"].append(time.perf_counter() - began)
-        began = time.perf_counter()
+        results["fetch"].append(time.perf_counter() - start_time)
+        start_time = time.perf_counter()
         tier.policy.victims(pool.usage(slice(None)), chunks)
-        results["ranking all"].append(time.perf_counter() - began)
+        results["ranking all"].append(time.perf_counter() - start_time)
     return results
 
 
@@ -59,8 +59,8 @@ def insert(tier: Tier, owner: tuple[str, int, int], chunks: np.ndarray) -> None:
     """Enter new blocks, as a fetch does."""
     tier.clock += 1
     arriving = Usage(np.full(len(chunks), tier.clock), np.ones(len(chunks)), *np.full((2, len(chunks)), 1e6))
-    pool, slots, stored = tier.acquire(BLOCK_BYTES, len(chunks), arriving)
-    tier.insert(pool, slots, owner, chunks[stored], len(chunks))
+    pool, slots, indices = tier.acquire(BLOCK_BYTES, len(chunks), arriving)
+    tier.insert(pool, slots, owner, chunks[indices], len(chunks))
     pool.unpin(slots)
 
 

@@ -169,8 +169,8 @@ def table(page: Path) -> str:
         way = ways[name]
         size = 100 * sum(way["file bytes a token"]) / sum(ways["full"]["file bytes a token"])
         top1, divergence = fmean(way["top 1"]), fmean(way["KL"])
-        measured = _measured(f"48 tokens of {len(way['KL'])} chats", [_CONVERSATIONS.with_suffix(".md")], page)
-        figures = f"{size:.0f} % of the bytes stored", f"{top1:.0f}", _loss(divergence), measured
+        measurement = _measured(f"48 tokens of {len(way['KL'])} chats", [_CONVERSATIONS.with_suffix(".md")], page)
+        figures = f"{size:.0f} % of the bytes stored", f"{top1:.0f}", _loss(divergence), measurement
         lines.append(f"| {situation} | `{method}` | {' | '.join(figures)} |")
     return "\n".join(lines) + "\n"
 

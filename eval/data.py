@@ -68,11 +68,10 @@ class Data:
         if key not in self._loaded:
             self._loaded[key] = _load(name, split, self.folder)
         rows = self._loaded[key]
-        missing = sorted(set(columns) - set(rows.column_names))
-        if missing:
-            raise EvalError(
-                f"{name}/{split} has no column {', '.join(map(repr, missing))}; it has {', '.join(rows.column_names)}"
-            )
+        missing_columns = sorted(set(columns) - set(rows.column_names))
+        if missing_columns:
+            names = ", ".join(map(repr, missing_columns))
+            raise EvalError(f"{name}/{split} has no column {names}; it has {', '.join(rows.column_names)}")
         return rows
 
     def has(self, name: str, split: str) -> bool:

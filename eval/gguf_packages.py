@@ -172,16 +172,16 @@ def convert(gguf: Path, folder: Path) -> None:
     options: dict[str, Any] = {"gguf_file": file, "dtype": torch.bfloat16}
     if hasattr(transformers, "GgufConfig"):  # versions with this class may keep the weights quantized
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    loaded: Any = AutoModelForCausalLM.from_pretrained(source, **options)
-    config = loaded.config
+    quantized_model: Any = AutoModelForCausalLM.from_pretrained(source, **options)
+    config = quantized_model.config
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     # transformers cannot save a model that was loaded from GGUF, so move the weights to a new model
     with torch.device("meta"):
         plain: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    plain.load_state_dict(loaded.state_dict(), assign=True)
+    plain.load_state_dict(quantized_model.state_dict(), assign=True)
     plain.tie_weights()
-    plain.generation_config = loaded.generation_config
+    plain.generation_config = quantized_model.generation_config
     plain.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 

@@ -138,26 +138,26 @@ def mean_over(tasks: dict[str, list[Row]]) -> list[Row]:
 
 def _against_share(axes: Axes, rows: list[Row], figure_name: str, styles: dict[str, Style]) -> None:
     """Draw a curve of each method over its shares (or measured figures); a horizontal line for one without shares."""
-    measured, shares = _measured(rows, figure_name), list[float]()
+    figure_key, shares = _measured(rows, figure_name), list[float]()
     for name, method_rows in _by_method(rows, figure_name, styles):
         style, means = styles[name], [row[figure_name]["mean"] for row in method_rows]
         if method_rows[0]["budget"] is None:
             width = 1.0 if name == FULL else 1.6
             axes.axhline(means[0], color=style.color, linestyle=style.line, linewidth=width, label=name, zorder=1)
             continue
-        x_values = [row[measured]["mean"] if measured else style.x_value(row["budget"]) for row in method_rows]
-        if measured in ("brought", "answered"):
+        x_values = [row[figure_key]["mean"] if figure_key else style.x_value(row["budget"]) for row in method_rows]
+        if figure_key in ("brought", "answered"):
             x_values = [percent / 100 for percent in x_values]
-        shares += x_values if measured else [row["budget"] for row in method_rows]
+        shares += x_values if figure_key else [row["budget"] for row in method_rows]
         _curve(axes, x_values, means, _errors(method_rows, figure_name), name, style)
-    if measured == "compute":
+    if figure_key == "compute":
         axes.set_xlim(left=0)
     else:
         axes.set_xscale("log")
         low, high = min(shares, default=1.0) / 1.35, max(shares, default=1.0) * 1.35
         wide = high > _WIDE * low  # labels of three ticks per power of ten would overlap
         ticks = [tick for tick in _TICKS[:: 3 if wide else 1] if low <= tick <= high]
-        if not measured:
+        if not figure_key:
             ticks = sorted(set(shares))
         axes.set_xticks(ticks, [f"{100 * tick:g} %" for tick in ticks])
         axes.set_xlim(low, high)

@@ -124,7 +124,7 @@ def main(
         for task, task_examples in examples.items():
             # report encoding errors before any output is written
             encode(task_examples[0], task, tokenizer, length, chat)
-        loaded = _load(source, dtype, device)  # load the model last, so that missing data is reported at once
+        loaded_model = _load(source, dtype, device)  # load the model last, so that missing data is reported at once
         config = {
             "model": model,
             "weights": revision_of(model),
@@ -139,10 +139,10 @@ def main(
             "half": half,
             "prompts": None if prompts is None else prompts.name,
             "seed": seed,
-            "dtype": str(loaded.dtype).removeprefix("torch."),
+            "dtype": str(loaded_model.dtype).removeprefix("torch."),
         }
         _begin(out, config)
-        results = Run(loaded, tokenizer, variants, out, store or out / "stores", length, chat)(examples)
+        results = Run(loaded_model, tokenizer, variants, out, store or out / "stores", length, chat)(examples)
     except (EvalError, TieredCacheError, OSError) as error:  # OSError: a folder that cannot be written, a full disk
         typer.echo(f"eval.run: {error}", err=True)
         raise typer.Exit(2) from None
@@ -221,9 +221,9 @@ def _begin(out: Path, config: dict[str, Any]) -> None:
         except (ValueError, TypeError):
             raise EvalError(f"{path} is damaged, or of another program; choose another --out") from None
         may_change = {"tasks", "variants", "limit"} | {"weights"} - previous.keys()  # older runs did not record them
-        changed = sorted(key for key in config.keys() - may_change if previous.get(key) != config[key])
-        if changed:
-            raise EvalError(f"{out} holds a run with a different {', '.join(changed)}; choose another --out")
+        changed_settings = sorted(key for key in config.keys() - may_change if previous.get(key) != config[key])
+        if changed_settings:
+            raise EvalError(f"{out} holds a run with a different {', '.join(changed_settings)}; choose another --out")
     out.mkdir(parents=True, exist_ok=True)
     write(path, json.dumps(config, indent=1) + "\n")
     versions: dict[str, str | None] = {"python": platform.python_version(), "platform": platform.platform()}

@@ -241,8 +241,8 @@ class Stores:
                     path = run.stores / name
                     self._stores[name] = KVStore(path, host_memory=run.host_memory, policy=method.policy)
                 store = self._stores[name]
-            stored = self._stored.setdefault(store_name, set())
-            self._subjects[variant.name] = Subject(run.model, run.tokenizer, store, method, stored)
+            stored_prompts = self._stored.setdefault(store_name, set())
+            self._subjects[variant.name] = Subject(run.model, run.tokenizer, store, method, stored_prompts)
         return self._subjects[variant.name]
 
     def __enter__(self) -> Stores:
@@ -290,9 +290,9 @@ def _line(
             "computed": stats["tokens_computed"] + stats["tokens_recomputed"],
             "bytes_read": stats["bytes_read"],
         }
-        stored = sum(len(passage) // HASH_TOKENS * HASH_TOKENS for passage in prompt.passages)
-        if stored and isinstance(variant.method, Passages):
-            line["compute"] = 100 * (line["computed"] - len(prompt.whole) + stored) / stored
+        stored_tokens = sum(len(passage) // HASH_TOKENS * HASH_TOKENS for passage in prompt.passages)
+        if stored_tokens and isinstance(variant.method, Passages):
+            line["compute"] = 100 * (line["computed"] - len(prompt.whole) + stored_tokens) / stored_tokens
     if answer.reading is not None:
         line |= asdict(answer.reading)
     return line

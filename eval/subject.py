@@ -148,15 +148,15 @@ class Subject:
         if self.store is None or prefill.stats is None or isinstance(self.method, Passages):
             return None
         assert isinstance(prefill.cache, TieredCache)
-        stored = self.store.lookup(self.model, list(prompt.whole), method=self.method)
-        if not (prefix_bytes := sum(stored.bytes.values())):
+        lookup = self.store.lookup(self.model, list(prompt.whole), method=self.method)
+        if not (prefix_bytes := sum(lookup.bytes.values())):
             return None
         layers: Any = prefill.cache.layers
         token_bytes = sum(
             t.nbytes // t.shape[2] for layer in layers for t in (layer.keys, layer.values)
         )  # bytes per token
         tokens = prefill.cache.get_seq_length() - len(prompt.whole)
-        return reading_of(prefix_bytes, token_bytes * stored.stored, prefill.stats, prefill.cache.stats, tokens)
+        return reading_of(prefix_bytes, token_bytes * lookup.stored, prefill.stats, prefill.cache.stats, tokens)
 
     def _cache(self) -> Cache:
         if self.store is None:

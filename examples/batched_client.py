@@ -44,7 +44,7 @@ class Answer:
 
 async def ask(client: Any, model: str, text: str, question: str, new_tokens: int) -> Answer:
     """Ask one question about a text, and stream the answer."""
-    began, first_token, words, usage = time.perf_counter(), 0.0, [], None
+    start_time, first_token, words, usage = time.perf_counter(), 0.0, [], None
     stream = await client.chat.completions.create(
         model=model,
         messages=[{"role": "system", "content": text}, {"role": "user", "content": question}],
@@ -57,7 +57,7 @@ async def ask(client: Any, model: str, text: str, question: str, new_tokens: int
         usage = chunk.usage or usage
         word = chunk.choices[0].delta.content if chunk.choices else None
         if word:
-            first_token = first_token or time.perf_counter() - began
+            first_token = first_token or time.perf_counter() - start_time
             words.append(word)
     if usage is None:
         raise SystemExit("the server sent no usage")

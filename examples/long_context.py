@@ -395,8 +395,8 @@ def show(console: Any, arguments: argparse.Namespace, results: dict[str, Any]) -
 
     from hf_tiered_cache.units import format_bytes
 
-    again, full = results["again"], results.get("full")
-    kv, host, disk = (format_bytes(again[name]) for name in ("kv_bytes", "host_memory", "bytes_on_disk"))
+    restored_result, full = results["again"], results.get("full")
+    kv, host, disk = (format_bytes(restored_result[name]) for name in ("kv_bytes", "host_memory", "bytes_on_disk"))
     title = f"\n{arguments.tokens} tokens; {kv} of KV, {disk} on disk"
     table = Table(title=title, title_justify="left", box=None)
     table.add_column("process")
@@ -425,15 +425,15 @@ def show(console: Any, arguments: argparse.Namespace, results: dict[str, Any]) -
             table.add_row(name, *values)
     console.print(table, highlight=False)
     console.print(
-        f"\nUp to {host} of the memory is KV in host memory, and about {format_bytes(again['index_bytes'])} is the "
-        "index from which each head selects. The rest is intermediate results, and the program itself.",
+        f"\nUp to {host} of the memory is KV in host memory, and about {format_bytes(restored_result['index_bytes'])} "
+        "is the index from which each head selects. The rest is intermediate results, and the program itself.",
         highlight=False,
     )
 
     table = Table(title="\nAnswers", title_justify="left", box=None)
     for heading in ("tokens back", "within the budget", "full attention", "right"):
         table.add_column(heading, justify="right" if heading == "tokens back" else "left")
-    for number, answer in enumerate(again["answers"]):
+    for number, answer in enumerate(restored_result["answers"]):
         full_answer = full["answers"][number]["said"] if full else ""
         table.add_row(*map(escape, (str(answer["distance"] or ""), answer["said"], full_answer, answer["answer"])))
     console.print(table, highlight=False)
@@ -443,8 +443,8 @@ def show(console: Any, arguments: argparse.Namespace, results: dict[str, Any]) -
             f"likeliest, too ({full['same'] / full['of']:.1%}); its distribution is {full['KL']:.4f} nats away "
             "(KL divergence, mean)."
         )
-    if not again["answers"][0]["restored"]:
-        console.print(f"The second process restored nothing: {again['answers'][0]['reason']}")
+    if not restored_result["answers"][0]["restored"]:
+        console.print(f"The second process restored nothing: {restored_result['answers'][0]['reason']}")
 
 
 def median(figures: dict[str, Any], name: str, first: int = 0) -> float:

@@ -155,8 +155,8 @@ class Lexical:
         scores = self.scores(words_of(question))
         if scores.max() > 0:
             first = int(scores.argmax())
-            shared = [word for word in self._words[first] if self._documents_with[word] > 1]
-            leads = sorted(shared, key=lambda word: (-self._rarity[word], word))[: self._LEADS]
+            shared_words = [word for word in self._words[first] if self._documents_with[word] > 1]
+            leads = sorted(shared_words, key=lambda word: (-self._rarity[word], word))[: self._LEADS]
             scores = scores + 0.5 * self.scores(leads)
             if first + 1 < len(scores):
                 scores[first + 1] = max(scores[first + 1], scores[first])

@@ -231,7 +231,7 @@ def interleaved(
     actions: dict[str, Callable[[], T]],
     repeats: int,
     warm_up: int = 1,
-    note: Callable[[str, T], None] = lambda name, measured: None,
+    note: Callable[[str, T], None] = lambda name, measurement: None,
 ) -> dict[str, list[T]]:
     """Run measurements in turns, in alternating order, so that a slower machine affects all of them.
 
@@ -244,10 +244,10 @@ def interleaved(
     times: dict[str, list[T]] = {name: [] for name in actions}
     for turn in range(warm_up + repeats):
         for name in list(actions)[:: 1 if turn % 2 else -1]:
-            measured = actions[name]()
+            measurement = actions[name]()
             if turn >= warm_up:
-                times[name].append(measured)
-                note(name, measured)
+                times[name].append(measurement)
+                note(name, measurement)
     return times
 
 

@@ -64,15 +64,15 @@ class Costs:
             on_disk: Share of them that is on disk.
             suffix: Tokens that follow.
         """
-        prefix, stored = self.prefix, round(tokens)
-        ends = np.append(np.arange(_STEP, stored, _STEP), stored)
-        on_disk_before = np.maximum(0.0, ends - (1 - on_disk) * stored)
+        prefix, stored_tokens = self.prefix, round(tokens)
+        ends = np.append(np.arange(_STEP, stored_tokens, _STEP), stored_tokens)
+        on_disk_before = np.maximum(0.0, ends - (1 - on_disk) * stored_tokens)
         seconds = np.diff(on_disk_before, prepend=0.0) * prefix.loading(DISK) / self.layers
         loads = tuple(Load((layer,), ends, seconds) for layer in range(self.layers))
-        after = float(prefix.computing(stored + round(suffix)) - prefix.computing(stored)) / self.layers
+        after = float(prefix.computing(stored_tokens + round(suffix)) - prefix.computing(stored_tokens)) / self.layers
         placing = prefix.placing(DISK) / self.layers
-        streams = Streams(stored, after, lambda n: prefix.computing(n) / self.layers, placing, loads)
-        took = streams.seconds(recompute_lengths(stored, RATIOS, self.layers, step=HASH_TOKENS))
+        streams = Streams(stored_tokens, after, lambda n: prefix.computing(n) / self.layers, placing, loads)
+        took = streams.seconds(recompute_lengths(stored_tokens, RATIOS, self.layers, step=HASH_TOKENS))
         return float(took[fastest(took)])
 
     def first_token(self, tokens: np.ndarray, memory: np.ndarray, disk: np.ndarray) -> np.ndarray:
@@ -83,8 +83,8 @@ class Costs:
             memory: Tokens of them in memory.
             disk: Tokens of them on disk.
         """
-        stored = np.maximum(1, memory + disk)
-        point = np.column_stack([stored, disk / stored, np.maximum(1, tokens - stored)])
+        stored_tokens = np.maximum(1, memory + disk)
+        point = np.column_stack([stored_tokens, disk / stored_tokens, np.maximum(1, tokens - stored_tokens)])
         point[:, [0, 2]] = np.log(point[:, [0, 2]].clip(HASH_TOKENS, _LONGEST))
         return np.where(memory + disk < HASH_TOKENS, self.prefix.computing(tokens), np.exp(self._table(point)))
 
@@ -160,7 +160,7 @@ class Fleet:
             server: GB/s of the remote for all machines.
         """
         trace, costs = self.trace, self.costs
-        memory, counted = np.minimum(memory, disk), self.counted
+        memory, counted_requests = np.minimum(memory, disk), self.counted
         fetched, bandwidth = np.zeros_like(disk), link
         if remote is not None:
             bandwidth = self._bandwidth(disk, remote, min(link, server), server)
@@ -172,10 +172,10 @@ class Fleet:
         seconds = waiting[sample] + costs.first_token(
             trace.tokens[sample], (memory + fetched)[sample], (disk - memory)[sample]
         )
-        total = trace.tokens[counted].sum()
+        total = trace.tokens[counted_requests].sum()
         hits = {"memory": memory, "disk": disk - memory, "remote": fetched}
         return {
-            "hits": {name: float(tokens[counted].sum() / total) for name, tokens in hits.items()},
+            "hits": {name: float(tokens[counted_requests].sum() / total) for name, tokens in hits.items()},
             "ttft_s": summary(seconds),
             "fetch_gb_per_s": float(bandwidth),
         }
@@ -183,8 +183,8 @@ class Fleet:
     def _fetched(self, disk: np.ndarray, remote: np.ndarray, bandwidth: float) -> np.ndarray:
         """Return the tokens that are fetched: all that the remote has more, if computing them would take longer."""
         more = np.maximum(0, remote - disk)
-        saved = self.costs.prefix.computing(disk + more) - self.costs.prefix.computing(disk)
-        return np.where(more * self.costs.token_bytes / (1e9 * max(bandwidth, 1e-9)) < saved, more, 0)
+        saved_seconds = self.costs.prefix.computing(disk + more) - self.costs.prefix.computing(disk)
+        return np.where(more * self.costs.token_bytes / (1e9 * max(bandwidth, 1e-9)) < saved_seconds, more, 0)
 
     def _bandwidth(self, disk: np.ndarray, remote: np.ndarray, link: float, server: float) -> float:
         """Return the GB/s of a fetch: what all fetches leave of the server, at most that of the link."""

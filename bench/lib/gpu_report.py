@@ -21,21 +21,21 @@ def report(rows: Rows) -> str:
     stages: dict[str, Rows] = defaultdict(list)
     for row in rows:
         stages[row["stage"].split()[0]].append(row)
-    measured = {
+    measured_rows = {
         name: [row for row in stage_rows if not _is_skip(row) and row["what"] != "done"]
         for name, stage_rows in stages.items()
     }
-    machine, assumed = machine_of(measured.get("probe", []))
+    machine, assumed = machine_of(measured_rows.get("probe", []))
     parts = [
-        _machine(measured.get("probe", [])),
-        _probe(measured.get("probe", [])),
-        _tests(measured.get("tests", [])),
-        _prefixes(measured.get("prefix", []) + measured.get("kvikio", []), machine, assumed),
-        _decoding(measured.get("decode", [])),
-        _syncs(measured.get("syncs", [])),
-        _trace(measured.get("trace", [])),
-        _times("Within a budget of 5 %", measured.get("selective", []), "recompute"),
-        _times("Passages in a prompt", measured.get("passages", []), "full recompute"),
+        _machine(measured_rows.get("probe", [])),
+        _probe(measured_rows.get("probe", [])),
+        _tests(measured_rows.get("tests", [])),
+        _prefixes(measured_rows.get("prefix", []) + measured_rows.get("kvikio", []), machine, assumed),
+        _decoding(measured_rows.get("decode", [])),
+        _syncs(measured_rows.get("syncs", [])),
+        _trace(measured_rows.get("trace", [])),
+        _times("Within a budget of 5 %", measured_rows.get("selective", []), "recompute"),
+        _times("Passages in a prompt", measured_rows.get("passages", []), "full recompute"),
         _skipped(rows),
     ]
     return "\n".join(part for part in parts if part)
@@ -44,20 +44,20 @@ def report(rows: Rows) -> str:
 def machine_of(rows: Rows) -> tuple[Machine, str]:
     """Return the roofline's machine with the measured bandwidths, and the names of those that are assumed."""
     labels = {"h2d": "H2D, pinned", "hbm": "copy in device memory"}
-    measured: dict[str, float] = {}
+    values: dict[str, float] = {}
     for name, label in labels.items():
         if speeds := _all(rows, label, "bytes_per_s"):
-            measured[name] = median(speeds)
+            values[name] = median(speeds)
     for name, label_prefix in (("disk", "disk, O_DIRECT"), ("page_cache", "disk, page cache")):
         if speeds := [row["bytes_per_s"] for row in rows if row["what"].startswith(label_prefix)]:
-            measured[name] = median(speeds)
+            values[name] = median(speeds)
     device = next((row["device"] for row in rows if row["what"] == "machine"), "")
     if device == "CPU":  # nothing to cross, and its memory in the place of the device's
-        measured |= {"h2d": float("inf"), "hbm": 2 * median(_all(rows, "copy in host memory", "bytes_per_s") or [1e10])}
+        values |= {"h2d": float("inf"), "hbm": 2 * median(_all(rows, "copy in host memory", "bytes_per_s") or [1e10])}
     if not any(name in device for name in ("H100", "H200")):
-        measured["peak"] = float("inf")
-    assumed = [name for name in ("h2d", "hbm", "disk", "page_cache") if name not in measured]
-    return replace(Machine(), **measured), ", ".join(assumed)
+        values["peak"] = float("inf")
+    assumed = [name for name in ("h2d", "hbm", "disk", "page_cache") if name not in values]
+    return replace(Machine(), **values), ", ".join(assumed)
 
 
 def _all(rows: Rows, label: str, key: str) -> list[float]:

@@ -149,13 +149,13 @@ class _Served:
         """Compute a prompt, and send it to the remote. Returns seconds, bytes and the digest of its KV."""
         store = self._stores[name]
         cache = TieredCache(self._model, store)
-        began, before = time.perf_counter(), store.stats.remote.bytes_written
+        start_time, before = time.perf_counter(), store.stats.remote.bytes_written
         self._compute(cache, self._random(prefix, seed))
         compute_end = time.perf_counter()
         store.flush()
         end = time.perf_counter()
         return {
-            "compute_s": compute_end - began,
+            "compute_s": compute_end - start_time,
             "send_s": end - compute_end,
             "bytes": store.stats.remote.bytes_written - before,
             "digest": _digest(cache, prefix),

@@ -234,20 +234,20 @@ class Bench:
         return figures_of(cache.stats) | {"ttft_s": took}
 
 
-def ask_all(selected: list[tuple[Bench, list[System]]], about: str | None = None) -> list[dict[str, dict[str, Any]]]:
+def ask_all(benches: list[tuple[Bench, list[System]]], about: str | None = None) -> list[dict[str, dict[str, Any]]]:
     """Run the requests of all benches in turns, and return a summary by bench and system.
 
     Args:
-        selected: Benches with their systems.
+        benches: Benches with their systems.
         about: Description of the progress bar.
     """
-    rows_by_bench: list[Rows] = [{system.name: [] for system in systems} for _, systems in selected]
+    rows_by_bench: list[Rows] = [{system.name: [] for system in systems} for _, systems in benches]
     with ExitStack() as stack:
         turns = []
-        for (bench, systems), rows in zip(selected, rows_by_bench, strict=True):
+        for (bench, systems), rows in zip(benches, rows_by_bench, strict=True):
             stores = {system.name: stack.enter_context(bench.store_for(system)) for system in systems}
             turns.append(bench.turns(systems, stores, rows))
-        arguments = selected[0][0].arguments
+        arguments = benches[0][0].arguments
         total = arguments.warm_up + arguments.requests
         for _ in tqdm(zip(*turns, strict=True), total=total, unit="request", desc=about):
             pass
@@ -256,7 +256,7 @@ def ask_all(selected: list[tuple[Bench, list[System]]], about: str | None = None
             system.name: summarise(rows[system.name], bench.token_bytes) | {"memory_bytes": bench.memory(system)}
             for system in systems
         }
-        for (bench, systems), rows in zip(selected, rows_by_bench, strict=True)
+        for (bench, systems), rows in zip(benches, rows_by_bench, strict=True)
     ]
 
 

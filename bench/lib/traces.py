@@ -250,7 +250,7 @@ def replay(trace: Trace, machine: np.ndarray, capacity: float, low: float = 1.0,
     caches = [OrderedDict[int, int]() for _ in range(int(machine.max(initial=0)) + 1)]
     used_tokens, down = [0] * len(caches), low * capacity
     nodes, first, sizes = trace.nodes.tolist(), trace.first.tolist(), trace.sizes.tolist()
-    stored = np.random.default_rng(0).random(len(nodes)) < kept_share
+    is_stored = np.random.default_rng(0).random(len(nodes)) < kept_share
     hits = np.zeros(len(trace), np.int64)
     for request, number in enumerate(machine.tolist()):
         cache, begin, end = caches[number], first[request], first[request + 1]
@@ -264,7 +264,7 @@ def replay(trace: Trace, machine: np.ndarray, capacity: float, low: float = 1.0,
             node = nodes[at]
             if node in cache:
                 cache.move_to_end(node)
-            elif stored[at]:
+            elif is_stored[at]:
                 cache[node] = sizes[node]
                 used_tokens[number] += sizes[node]
         if used_tokens[number] > capacity:

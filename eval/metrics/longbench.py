@@ -28,9 +28,9 @@ class Classification(ExampleMetric):
 
     @staticmethod
     def _named(prediction: str, answer: str, labels: tuple[str, ...]) -> float:
-        named = [label for label in labels if label in prediction]
-        named = [label for label in named if label == answer or label not in answer]
-        return 100 / len(named) if answer in named else 0.0
+        named_labels = [label for label in labels if label in prediction]
+        named_labels = [label for label in named_labels if label == answer or label not in answer]
+        return 100 / len(named_labels) if answer in named_labels else 0.0
 
 
 class Retrieval(ExampleMetric):

@@ -38,8 +38,8 @@ def _is_punctuation(letter: str) -> bool:
 
 def overlap_f1(prediction: list[str], answer: list[str]) -> float:
     """Return the F1 score of two word lists, from 0 to 1. Repeated words count as often as both lists contain them."""
-    shared = sum((Counter(prediction) & Counter(answer)).values())
-    if not shared:
+    num_shared = sum((Counter(prediction) & Counter(answer)).values())
+    if not num_shared:
         return 0.0
-    precision, recall = shared / len(prediction), shared / len(answer)
+    precision, recall = num_shared / len(prediction), num_shared / len(answer)
     return 2 * precision * recall / (precision + recall)

@@ -97,8 +97,8 @@ def document_mask(context: Context) -> torch.Tensor:
 def random_tenth(tokens: int, rng: np.random.Generator) -> torch.Tensor:
     """Select a random tenth of the complete chunks, as a mask, bool `[tokens]`."""
     chunks = tokens // CHUNK
-    selected = rng.choice(chunks, max(1, chunks // 10), replace=False)
-    return torch.from_numpy(np.isin(np.arange(tokens) // CHUNK, selected))
+    selected_chunks = rng.choice(chunks, max(1, chunks // 10), replace=False)
+    return torch.from_numpy(np.isin(np.arange(tokens) // CHUNK, selected_chunks))
 
 
 def overlaps(session: ContextSession, ids: Sequence[int]) -> Iterator[tuple[str, float]]:
@@ -195,15 +195,15 @@ def main(
     document: dict[str, Any] = {"seed": seed, "bars": BARS, "lengths": []}
     for length in tokens:
         for yarn in (1.0, *([length / yarn_beyond] if 0 < yarn_beyond < length else [])):
-            loaded = load(model, yarn, yarn_beyond)
-            findings = measure(loaded, language, length, count, seed, LONG_KINDS if long else KINDS)
+            loaded_model = load(model, yarn, yarn_beyond)
+            findings = measure(loaded_model, language, length, count, seed, LONG_KINDS if long else KINDS)
             show(console, f"{model.name} at {length} tokens" + (f", YaRN {yarn:.2f}" if yarn > 1 else ""), findings)
-            measured = {"tokens": length, "yarn": yarn, "contexts": count, **findings.document()}
+            figures = {"tokens": length, "yarn": yarn, "contexts": count, **findings.document()}
             if long:
-                scores = measure_needles(loaded, language, length, count, seed)
-                measured["needles"] = {name: float(np.mean(values)) for name, values in scores.items()}
-                console.print("Needles, right answers in percent:", measured["needles"])
-            document["lengths"].append(measured)
+                scores = measure_needles(loaded_model, language, length, count, seed)
+                figures["needles"] = {name: float(np.mean(values)) for name, values in scores.items()}
+                console.print("Needles, right answers in percent:", figures["needles"])
+            document["lengths"].append(figures)
             if out is not None:
                 out.write_text(json.dumps(document, indent=1) + "\n")
 

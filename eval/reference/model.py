@@ -63,7 +63,7 @@ def sharing(model: Qwen2ForCausalLM, depth: int | None = None) -> list[int]:
             `model` itself.
     """
     layers = [layer.state_dict() for layer in model.model.layers]
-    shared = [
+    first_layers = [
         next(
             first
             for first in range(number + 1)
@@ -71,9 +71,9 @@ def sharing(model: Qwen2ForCausalLM, depth: int | None = None) -> list[int]:
         )
         for number, layer_state in enumerate(layers)
     ]
-    if depth is None or depth == len(shared):
-        return shared
-    return [*(shared[layer] for layer in _deepened(len(shared), depth)[:-1]), depth - 1]
+    if depth is None or depth == len(first_layers):
+        return first_layers
+    return [*(first_layers[layer] for layer in _deepened(len(first_layers), depth)[:-1]), depth - 1]
 
 
 def _deepened(layers: int, depth: int) -> list[int]:

@@ -86,20 +86,20 @@ class Training:
         torch.manual_seed(seed)
         self.size, self.language, self.tokenizer, self.out, self.seed = size, language, tokenizer, out, seed
         middle = range(size.layers - 1)
-        shared = (
+        shared_layers = (
             [*(min(layer, size.own_layers) for layer in middle), size.layers - 1]
             if base is None
             else sharing(base, size.layers)
         )
-        self.progress = Progress(shared=shared)
+        self.progress = Progress(shared=shared_layers)
         self._checkpoint = out / "checkpoint.pt"
-        saved = torch.load(self._checkpoint, weights_only=True) if self._checkpoint.exists() else None
-        if saved is not None:
-            self.progress = Progress(**saved["progress"])
+        checkpoint = torch.load(self._checkpoint, weights_only=True) if self._checkpoint.exists() else None
+        if checkpoint is not None:
+            self.progress = Progress(**checkpoint["progress"])
         self._begin()
-        if saved is not None:
-            self.model.load_state_dict(saved["model"])
-            for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
+        if checkpoint is not None:
+            self.model.load_state_dict(checkpoint["model"])
+            for optimizer, state in zip(self.optimizers, checkpoint["optimizers"], strict=True):
                 optimizer.load_state_dict(state)
         elif base is not None:
             self.model.load_state_dict(grown(base, size))
@@ -133,13 +133,13 @@ class Training:
 
     def run(self, minutes: float) -> bool:
         """Train until all stages are done or `minutes` are over. Return whether all stages are done."""
-        began = time.monotonic()
+        start_time = time.monotonic()
         with tqdm(unit="step", initial=self.progress.step) as bar:
             while self.progress.stage < len(self.size.stages):
                 self._step(bar)
-                if self.progress.step % 200 == 0 or time.monotonic() - began > 60 * minutes:
+                if self.progress.step % 200 == 0 or time.monotonic() - start_time > 60 * minutes:
                     self._save()
-                if time.monotonic() - began > 60 * minutes:
+                if time.monotonic() - start_time > 60 * minutes:
                     return False
         self._save()
         return True
