@@ -153,8 +153,8 @@ def store(root):
     """Open an empty store; tests that need another one define their own."""
     from hf_tiered_cache import KVStore
 
-    with KVStore(root, engine="posix") as opened:
-        yield opened
+    with KVStore(root, engine="posix") as kv_store:
+        yield kv_store
 
 
 @pytest.fixture

@@ -194,10 +194,10 @@ def test_a_chat_goes_on_in_another_process(tmp_path):
     assert "a new conversation, 'alice/42'; ask it for k49, k53" in first
     assert "<a51><b22>" in first and "first token after" in first
     assert "0 of 427 tokens restored" in first and "416 tokens stored in" in first
-    again = chat(tmp_path, *alice, "--say", "k53", "--say", "/idle", "--say", "/undo", "--say", "k53")
-    assert "resuming 'alice/42' after 1 turn" in again
-    assert again.count("<a58><b57>") == 2
-    counts = re.findall(r"(\d+) of 431 tokens restored, of which (\d+) recomputed; 16 computed", again)
+    second_output = chat(tmp_path, *alice, "--say", "k53", "--say", "/idle", "--say", "/undo", "--say", "k53")
+    assert "resuming 'alice/42' after 1 turn" in second_output
+    assert second_output.count("<a58><b57>") == 2
+    counts = re.findall(r"(\d+) of 431 tokens restored, of which (\d+) recomputed; 16 computed", second_output)
     # the turn that /idle has suspended is taken back
     assert [int(tokens_restored) for tokens_restored, _ in counts] == [416, 416]
     recomputed = [int(tokens) for _, tokens in counts]
@@ -511,9 +511,9 @@ def test_a_trained_model_restores_what_it_would_have_said(tmp_path):
 def test_each_promise_names_tests_that_there_are():
     text = (ROOT / "docs" / "promises.md").read_text()
     test_code = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
-    named = set(re.findall(r"`(test_\w+)`", text))
-    assert len(named) > 20
-    assert not [name for name in named if f"def {name}(" not in test_code]
+    test_names = set(re.findall(r"`(test_\w+)`", text))
+    assert len(test_names) > 20
+    assert not [name for name in test_names if f"def {name}(" not in test_code]
     rows = [
         line for line in text.splitlines() if line.startswith("| ") and "promise |" not in line and "---" not in line
     ]

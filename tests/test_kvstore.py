@@ -149,8 +149,8 @@ def test_a_store_that_is_collected_has_written(model, tmp_path):
     del store
     gc.collect()
     writer.close()  # waits for it
-    with KVStore(tmp_path) as again:
-        assert restored(model, again) == 96
+    with KVStore(tmp_path) as second_store:
+        assert restored(model, second_store) == 96
 
 
 def test_a_store_in_a_forked_process_says_what_to_do(model, tmp_path):
@@ -251,9 +251,9 @@ def test_a_long_prompt_is_computed_in_chunks_and_shows_its_progress(model, tmp_p
         for layer, expected in zip(cache.layers, reference.layers, strict=True):
             assert torch.equal(layer.keys[:, :, :192], expected.keys[:, :, :192])
             assert torch.equal(layer.values[:, :, :192], expected.values[:, :, :192])
-        again = store.precompute(model, ids, progress=False)
-        assert again.stored == 0
-        assert again.restored >= 192 - 3  # the last token of each chunk is computed
+        second_report = store.precompute(model, ids, progress=False)
+        assert second_report.stored == 0
+        assert second_report.restored >= 192 - 3  # the last token of each chunk is computed
 
 
 def test_a_prompt_whose_rope_follows_its_length_is_computed_in_one_pass(tmp_path, monkeypatch):
@@ -280,9 +280,9 @@ def test_what_is_precomputed_is_durable_and_can_be_pinned(model, tmp_path):
 def test_pinned_prompts_that_do_not_fit_are_counted_and_the_others_are_stored(model, tmp_path):
     with KVStore(tmp_path, disk_quota="700KiB") as store:
         report = store.precompute(model, [prompt(160, seed=seed)[0] for seed in range(12)], pin=True, progress=False)
-        stored = {row.id for row in store.segments()}
+        stored_ids = {row.id for row in store.segments()}
         assert 0 < report.stored < report.tokens and store.stats.dropped_writes
-        assert store.pinned() == stored and len(stored) * 160 == report.stored
+        assert store.pinned() == stored_ids and len(stored_ids) * 160 == report.stored
 
 
 def test_a_salt_keeps_stores_apart(model, tmp_path):

@@ -33,9 +33,9 @@ def test_attention_with_sinks_is_not_told_to_use_what_it_lacks(store):
     """gpt-oss has no sdpa."""
     sizes = {"head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1}
     model = build_class("GptOssForCausalLM", "GptOssConfig", **sizes)
-    with pytest.raises(UnsupportedModelError, match=r"does not support.*exact method") as refused:
+    with pytest.raises(UnsupportedModelError, match=r"does not support.*exact method") as error_info:
         TieredCache(model, store, method=ContiguousKV(0.25))
-    assert "set_attn_implementation" not in str(refused.value)
+    assert "set_attn_implementation" not in str(error_info.value)
     TieredCache(model, store)
 
 

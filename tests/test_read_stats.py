@@ -64,8 +64,8 @@ def test_the_exact_method_is_given_all_of_it(model, tmp_path):
     with KVStore(tmp_path, engine="posix") as store:
         fill(store, model, ids, Exact())
         (stats,) = asked(model, store, ids, Exact())
-        stored = store.lookup(model, question(ids), method=Exact())
-    assert purposes(stats) == (sum(stored.bytes.values()), 0)
+        lookup = store.lookup(model, question(ids), method=Exact())
+    assert purposes(stats) == (sum(lookup.bytes.values()), 0)
     assert stats.details.index_bytes == 0
 
 
@@ -84,10 +84,10 @@ def test_decoded_tokens_count_what_they_ask_for(model, tmp_path):
     ids, bytes_delivered = prompt(PREFIX), {}
     with KVStore(tmp_path, engine="posix", host_memory=0) as store:
         fill(store, model, ids)
-        for again in (False, True):
-            stats = asked(model, store, ids, replace(METHOD, reselect=again, gain=0))[0]
+        for reselect in (False, True):
+            stats = asked(model, store, ids, replace(METHOD, reselect=reselect, gain=0))[0]
             assert purposes(stats) == from_disk(stats)
-            bytes_delivered[again] = stats.details.bytes_delivered
+            bytes_delivered[reselect] = stats.details.bytes_delivered
     assert bytes_delivered[1] > bytes_delivered[0]
 
 

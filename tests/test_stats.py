@@ -34,12 +34,12 @@ def test_a_further_tier_is_a_further_name(monkeypatch):
     collector.looked_up("disk", 1, 2, 100)
     assert collector.stats.tier == "disk"
     collector.looked_up("remote", 2, 1, 200)
-    for counted in (collector.stats, total.stats):
-        assert counted.tier == "remote"
-        assert counted.as_dict()["remote"] == {"blocks": 2, "bytes": 200, "hits": 2, "misses": 1}
-        assert counted.tiers["disk"].misses == 2
-        assert "remote" in str(counted)
-        assert "remote" in counted._repr_html_()
+    for request_stats in (collector.stats, total.stats):
+        assert request_stats.tier == "remote"
+        assert request_stats.as_dict()["remote"] == {"blocks": 2, "bytes": 200, "hits": 2, "misses": 1}
+        assert request_stats.tiers["disk"].misses == 2
+        assert "remote" in str(request_stats)
+        assert "remote" in request_stats._repr_html_()
     assert "remote" in StoreStats().as_dict()
     assert "remote" in str(StoreStats())
 
@@ -51,14 +51,18 @@ def test_a_request_shows_first_what_was_restored_and_the_other_counters_as_detai
     collector.add(bytes_used=2048, bytes_identifying=1024, select_seconds=0.25, verification_failures=2)
     collector.read_started()
     collector.read_done(0)
-    for counted in (collector.stats, total.stats):
-        assert (counted.tokens_restored, counted.details.bytes_used, counted.details.select_seconds) == (96, 2048, 0.25)
-        assert counted.details.io_seconds > 0
-        assert counted.read_amplification == (4096 - 1024) / 2048
-        printed = str(counted)
+    for request_stats in (collector.stats, total.stats):
+        assert (
+            request_stats.tokens_restored,
+            request_stats.details.bytes_used,
+            request_stats.details.select_seconds,
+        ) == (96, 2048, 0.25)
+        assert request_stats.details.io_seconds > 0
+        assert request_stats.read_amplification == (4096 - 1024) / 2048
+        printed = str(request_stats)
         assert "96 / 5 / 0" in printed and "failed checks / read errors" in printed and "select" not in printed
         assert "1,251.9 s" in printed
-        assert "250.0 ms" in str(counted.details) and "250.0 ms" in counted.details._repr_html_()
+        assert "250.0 ms" in str(request_stats.details) and "250.0 ms" in request_stats.details._repr_html_()
     figures = collector.stats.as_dict()
     assert figures["tokens_restored"] == 96 and figures["details"]["bytes_used"] == 2048
     assert not figures.keys() & figures["details"].keys()

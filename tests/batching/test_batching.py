@@ -296,8 +296,8 @@ def test_positions_that_the_models_code_changes_give_the_same_tokens(store):
 
 
 def test_a_shared_prefix_is_stored_once(model, store):
-    shared = prompt(160, seed=7)[0].tolist()
-    prompts = [shared + prompt(32, seed=seed)[0].tolist() for seed in range(6)]
+    shared_ids = prompt(160, seed=7)[0].tolist()
+    prompts = [shared_ids + prompt(32, seed=seed)[0].tolist() for seed in range(6)]
     with tiered(model, store):
         batched(model, prompts)
         store.flush()
@@ -306,8 +306,8 @@ def test_a_shared_prefix_is_stored_once(model, store):
 
 
 def test_a_prefix_is_restored_once_for_requests_that_arrive_together(model, root, monkeypatch):
-    shared = prompt(160, seed=7)[0].tolist()
-    prompts = [shared + prompt(10, seed=seed)[0].tolist() for seed in range(6)]
+    shared_ids = prompt(160, seed=7)[0].tolist()
+    prompts = [shared_ids + prompt(10, seed=seed)[0].tolist() for seed in range(6)]
     expected = alone(model, prompts)
     with KVStore(root) as store, tiered(model, store):
         batched(model, prompts[:1])
@@ -319,11 +319,11 @@ def test_a_prefix_is_restored_once_for_requests_that_arrive_together(model, root
 
 def test_kv_of_other_weights_is_neither_restored_nor_stored(root):
     """Pages outlive a change of the weights; what is computed after them belongs to no model."""
-    model, shared = build("llama"), prompt(64, seed=7)[0].tolist()
-    longer = shared + prompt(40, seed=8)[0].tolist()
+    model, shared_ids = build("llama"), prompt(64, seed=7)[0].tolist()
+    longer = shared_ids + prompt(40, seed=8)[0].tolist()
     with KVStore(root) as store, tiered(model, store):
         with running(model) as manager:
-            arriving(manager, [[*shared, 5]])
+            arriving(manager, [[*shared_ids, 5]])
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.mul_(1.01)

@@ -32,8 +32,8 @@ def model():
 
 @pytest.fixture(scope="module")
 def prompts():
-    shared = prompt(64, seed=1)[0].tolist()
-    return [shared + prompt(20 + at, seed=10 + at)[0].tolist() for at in range(6)]
+    shared_ids = prompt(64, seed=1)[0].tolist()
+    return [shared_ids + prompt(20 + at, seed=10 + at)[0].tolist() for at in range(6)]
 
 
 @pytest.fixture(scope="module")

@@ -74,7 +74,7 @@ def test_generate_during_paged_attention_neither_restores_nor_stores(root):
     model, ids = build("llama", attn_implementation="eager"), prompt(70)
     with KVStore(root) as store:
         store.precompute(model, ids, progress=False)
-        stored, cache = store.stats.segments, TieredCache(model, store)
+        num_segments, cache = store.stats.segments, TieredCache(model, store)
         with running(model):
             if not model.config._attn_implementation.startswith("paged|"):
                 pytest.skip("this version of transformers does not switch")
@@ -87,7 +87,7 @@ def test_generate_during_paged_attention_neither_restores_nor_stores(root):
                 assert "paged attention cache" in str(error)
         assert cache.stats.tokens_restored == 0
         store.flush()
-        assert store.stats.segments == stored
+        assert store.stats.segments == num_segments
 
 
 def test_kv_that_was_read_before_the_weights_changed_is_not_restored(stored, model, monkeypatch):

@@ -123,9 +123,9 @@ def test_a_request_with_two_sequences_computes_two_tokens(family, root):
 
 @pytest.mark.thin(2)
 def test_a_shared_prefix_is_stored_once(model, store):
-    shared = prompt(160, seed=7)[0].tolist()
+    shared_ids = prompt(160, seed=7)[0].tolist()
     with tiered(model, store):
-        batched(model, [shared + prompt(32, seed=seed)[0].tolist() for seed in range(6)])
+        batched(model, [shared_ids + prompt(32, seed=seed)[0].tolist() for seed in range(6)])
         store.flush()
     assert sum(segment.tokens for segment in store.segments()) == 160 + 6 * 32
 
@@ -160,8 +160,8 @@ def test_pages_get_the_bits_that_generate_has_stored(model, store, monkeypatch, 
     plain = kv_of(model, ids)
     for layer, kind in enumerate(kinds):
         start = max(0, stop - (WINDOW - 1)) if kind == "sliding_attention" else 0
-        for stored, expected in zip(kv[layer], plain[layer], strict=True):
-            assert torch.equal(stored, expected[:, :, start:stop])
+        for tensor, expected in zip(kv[layer], plain[layer], strict=True):
+            assert torch.equal(tensor, expected[:, :, start:stop])
 
 
 @SHARING
@@ -217,19 +217,19 @@ def test_full_attention_without_shared_pages_is_restored_too(root):
 @pytest.mark.parametrize("family", ["qwen2_sliding", "mistral"])
 def test_kv_of_other_weights_is_neither_restored_nor_stored(family, root):
     """An engine may exchange pages for older ones with the same tokens, even if no request begins with shared pages."""
-    shared, changed = prompt(64, seed=7)[0].tolist(), build(family)
-    longer = shared + prompt(40, seed=8)[0].tolist()
-    with KVStore(root) as store, tiered(changed, store), running(changed, max_batch_tokens=48) as manager:
-        arriving(manager, [[*shared, 5]])
+    shared_ids, other_model = prompt(64, seed=7)[0].tolist(), build(family)
+    longer = shared_ids + prompt(40, seed=8)[0].tolist()
+    with KVStore(root) as store, tiered(other_model, store), running(other_model, max_batch_tokens=48) as manager:
+        arriving(manager, [[*shared_ids, 5]])
         with torch.no_grad():
-            for parameter in changed.parameters():
+            for parameter in other_model.parameters():
                 parameter.mul_(torch.rand_like(parameter) + 0.5)
         arriving(manager, [longer[70:]])  # shows the change
         arriving(manager, [longer])
     with KVStore(root) as store:
-        cache = TieredCache(changed, store, record=False)
+        cache = TieredCache(other_model, store, record=False)
         with torch.no_grad():
-            changed(torch.tensor([longer]), past_key_values=cache, use_cache=True, logits_to_keep=1)
-    for layer, tensors in zip(cache.layers, kv_of(changed, torch.tensor([longer])), strict=True):
+            other_model(torch.tensor([longer]), past_key_values=cache, use_cache=True, logits_to_keep=1)
+    for layer, tensors in zip(cache.layers, kv_of(other_model, torch.tensor([longer])), strict=True):
         for window, expected in zip((layer.keys, layer.values), tensors, strict=True):
             assert torch.allclose(window, expected[:, :, -window.shape[2] :], atol=1e-5)

@@ -225,14 +225,14 @@ def test_rag(tmp_path, monkeypatch, caplog):
     prompts = ["--pool", "4", "--passages", "3", "--tokens", "32", "--requests", "1", "--media", "host"]
     load = ["--clients", "1,2", "--batches", "1,2", "--load-requests", "2"]
     options = ["--shape", "tiny", "--layers", "4", *prompts, *load]
-    saved = []
-    monkeypatch.setattr(rag, "save", lambda *all_of_it: saved.append(all_of_it))
+    saved_documents = []
+    monkeypatch.setattr(rag, "save", lambda *all_of_it: saved_documents.append(all_of_it))
     monkeypatch.setattr(sys, "argv", ["rag.py", *options, "--out", str(tmp_path)])
     rag.main()
-    document = saved[-1][2]
+    document = saved_documents[-1][2]
     systems = [system.name for system in rag.systems(0.15)]
     assert list(document["media"]["host"]) == systems == list(document["arrivals"]["host"])
-    assert len(saved) == 1 + 2 * 2 + 2 * 2  # each medium, and each number of clients and of prompts, at once
+    assert len(saved_documents) == 1 + 2 * 2 + 2 * 2  # each medium, and each number of clients and of prompts, at once
     assert document["media"]["host"]["prefix caching"]["tokens_computed"] == 24 + 3 * 32 + 32 - (24 + 32) // 16 * 16
     for rows in document["load"].values():
         assert [(row["clients"], row["requests"]) for row in rows] == [(1, 2), (2, 2)]
@@ -247,7 +247,7 @@ def test_rag(tmp_path, monkeypatch, caplog):
     (own_system,) = document["load"].keys() - {rag.FULL}
     of_one_client = document["load"][own_system][0]["computed"]
     assert of_one_client == pytest.approx(document["batches"][own_system][0]["computed"], abs=1 / tokens)
-    page = saved[-1][3]
+    page = saved_documents[-1][3]
     assert page.index("stored as a corpus") < page.index("| system |") < page.index("are stored together")
     assert "## Simultaneous clients" in page and "## Batches" in page
     assert "without the ranking" not in caplog.text

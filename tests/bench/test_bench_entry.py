@@ -83,16 +83,16 @@ def test_results_replace_no_files_of_others(tmp_path, capsys, suffix, kind):
     out, notes = tmp_path / "out", tmp_path / "notes"
     out.mkdir()
     notes.write_text('{"machine": 1}')
-    planted = out / f"fleet{suffix}"
-    planted.mkdir() if kind == "folder" else planted.symlink_to(notes) if kind == "link" else notes.rename(planted)
+    target = out / f"fleet{suffix}"
+    target.mkdir() if kind == "folder" else target.symlink_to(notes) if kind == "link" else notes.rename(target)
     for _ in range(2):
         save(out, "fleet", document, "# Fleet\n", plot)
-        assert sorted(path.name for path in out.iterdir() if path != planted) == [
+        assert sorted(path.name for path in out.iterdir() if path != target) == [
             f"fleet-2{ending}" for ending in (".json", ".md", ".png")
         ]
         assert "so the results are in" in capsys.readouterr().out
     if kind != "folder":
-        assert planted.read_text() == '{"machine": 1}'
+        assert target.read_text() == '{"machine": 1}'
 
 
 def test_results_replace_earlier_ones_but_not_other_links_to_them(tmp_path, capsys):

@@ -34,8 +34,8 @@ def test_remote(tmp_path, monkeypatch):
     )
     try:
         remote.main()
-    except SystemExit as missing:
-        pytest.skip(str(missing))
+    except SystemExit as exit_error:
+        pytest.skip(str(exit_error))
     document = json.loads((tmp_path / "remote-qwen2.5-0.5b-1l-float32-cpu.json").read_text())
     (result,) = document["results"]
     rows = result["requests"]

@@ -122,14 +122,14 @@ def test_a_disk_is_calibrated_by_bulk_prefill_and_all_systems_have_the_same_memo
     memory = bench.memory(own_system)
     assert memory["index"] > 0 and sum(memory.values()) == bench.host_memory
     with bench.store_for(own_system) as store:
-        first, again = (
+        first, second = (
             [bench.ask(own_system, store, ids) for ids in requests(bench.prompts, 3)]  # each prefix once
             for _ in range(2)
         )
         assert store.stats.index.bytes == store.stats.index.budget == memory["index"]
         assert store.stats.host.bytes <= store.stats.host.budget == memory["host"]
-    assert sum(row["bytes_read"] for row in first) > sum(row["bytes_read"] for row in again)
-    assert not any(row["bytes_identifying"] for row in again)
+    assert sum(row["bytes_read"] for row in first) > sum(row["bytes_read"] for row in second)
+    assert not any(row["bytes_identifying"] for row in second)
 
 
 def test_a_store_that_is_opened_again_knows_of_no_request(tmp_path):

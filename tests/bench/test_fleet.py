@@ -45,9 +45,9 @@ def test_generated_requests_have_the_published_statistics(name):
     assert statistics["requests"] == pytest.approx(workload.requests, rel=0.05)
     for share, ratio in workload.curve.items():
         assert statistics["curve"][f"{share:g}"] == pytest.approx(ratio, abs=0.07)
-    again, other_seed = (traces.generate(workload, 0.01, 500, seed) for seed in (5, 6))
-    assert np.array_equal(again.nodes, traces.generate(workload, 0.01, 500, 5).nodes)
-    assert not np.array_equal(again.nodes, other_seed.nodes)
+    same_seed, other_seed = (traces.generate(workload, 0.01, 500, seed) for seed in (5, 6))
+    assert np.array_equal(same_seed.nodes, traces.generate(workload, 0.01, 500, 5).nodes)
+    assert not np.array_equal(same_seed.nodes, other_seed.nodes)
 
 
 def test_a_fleet(tmp_path, monkeypatch):

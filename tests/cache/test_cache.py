@@ -65,8 +65,8 @@ def test_a_fork_goes_its_own_way_and_leaves_its_parent_alone(model, store):
         assert torch.equal(layer.keys, keys)
         assert torch.equal(layer.values, values)
     assert parent.get_seq_length() == first.shape[1] - 1
-    again = torch.cat([first, prompt(5, seed=5)], dim=1)
-    assert torch.equal(model.generate(again, past_key_values=parent, **GREEDY), plain(model, again))
+    next_ids = torch.cat([first, prompt(5, seed=5)], dim=1)
+    assert torch.equal(model.generate(next_ids, past_key_values=parent, **GREEDY), plain(model, next_ids))
 
 
 def test_a_parent_that_goes_on_leaves_its_forks_alone(model, store):
@@ -436,9 +436,9 @@ def test_inference_mode_may_come_and_go(tmp_path, family):
                 assert torch.equal(model.generate(full_prompt, past_key_values=cache, **GREEDY), expected)
             store.flush()
             assert store.stats.dropped_writes == 0
-            again = TieredCache(model, store, record=False)
-            assert torch.equal(model.generate(full_prompt, past_key_values=again, **GREEDY), expected)
-            assert again.stats.tokens_restored == 128
+            second_cache = TieredCache(model, store, record=False)
+            assert torch.equal(model.generate(full_prompt, past_key_values=second_cache, **GREEDY), expected)
+            assert second_cache.stats.tokens_restored == 128
 
 
 @pytest.mark.parametrize("empty", [TieredCache.reset, TieredCache.suspend])

@@ -24,8 +24,8 @@ def test_one_token_said_otherwise_costs_that_token(model, store):
     """A chat template may tokenize the last reply differently."""
     cache = TieredCache(model, store)
     output = model.generate(prompt(30), past_key_values=cache, **GREEDY)
-    again = torch.cat([output[:, :-2], (output[:, -2:] + 1) % 100 + 3, prompt(9, seed=4)], dim=1)
-    assert torch.equal(model.generate(again, past_key_values=cache, **GREEDY), plain(model, again))
+    next_ids = torch.cat([output[:, :-2], (output[:, -2:] + 1) % 100 + 3, prompt(9, seed=4)], dim=1)
+    assert torch.equal(model.generate(next_ids, past_key_values=cache, **GREEDY), plain(model, next_ids))
     assert cache.stats.requests == 2
     assert cache.stats.details.tokens_dropped == 1
     assert cache.stats.tokens_restored == 0

@@ -76,9 +76,9 @@ def test_the_prompt_is_computed_as_at_once(family, tmp_path, pieces):
         assert pieces == [128, 128, 128, 128, 60]
         assert cache.stats.tokens_computed == TOKENS + NEW - 1 and cache.stats.tokens_restored == 0
         assert cache.stats.tokens_stored == TOKENS // 16 * 16
-        again, exact = ask(model, store, ids, method=None)  # whoever comes next finds KV like any other
+        second_answer, exact = ask(model, store, ids, method=None)  # whoever comes next finds KV like any other
         assert exact.stats.tokens_restored == TOKENS // 16 * 16
-    for logits, expected_logits in zip(again.logits, expected.logits, strict=True):
+    for logits, expected_logits in zip(second_answer.logits, expected.logits, strict=True):
         close(logits, expected_logits)
 
 
@@ -149,8 +149,8 @@ def test_rows_of_other_lengths(model, tmp_path, pieces):
         output, cache = ask(model, store, rows, attention_mask=mask)
         close(output.logits[0], expected.logits[0])
         assert len(pieces) >= 4
-        again = cache.stats.tokens_computed - (2 * (TOKENS + NEW - 1) - 111)
-        assert 0 <= again <= 2 * 15 * len(pieces)  # rows begin with other parts of 16 tokens
+        num_computed = cache.stats.tokens_computed - (2 * (TOKENS + NEW - 1) - 111)
+        assert 0 <= num_computed <= 2 * 15 * len(pieces)  # rows begin with other parts of 16 tokens
         for ids in (long, short):
             _, exact = ask(model, store, ids, method=None)
             assert exact.stats.tokens_restored >= ids.shape[1] // 16 * 16 - 16
@@ -243,25 +243,26 @@ def test_a_store_without_room(tmp_path, caplog):
 @pytest.mark.parametrize("piece_index", [0, 2])
 def test_a_piece_that_is_lost_under_way_is_computed_again(piece_index, tmp_path, monkeypatch):
     model = build_deep("qwen2")
-    ids, lost = prompt(TOKENS), []
+    ids, lost_ids = prompt(TOKENS), []
     expected = model.generate(ids, past_key_values=DynamicCache(), **GREEDY)
 
     def attend(self, layer, query, *args, real=StreamedPrefix.attend):
-        if not lost and len(self._runs[0][1].row.group.pieces) == 4 and layer == 3:
+        if not lost_ids and len(self._runs[0][1].row.group.pieces) == 4 and layer == 3:
             piece = self._runs[0][1].row.group.pieces[piece_index]
-            lost.append(piece.reader.id)
+            lost_ids.append(piece.reader.id)
             path = store._storage.disk.path(piece.reader.id)
-            changed = path.stat().st_mtime_ns
+            mtime = path.stat().st_mtime_ns
             with open(path, "r+b") as file:
                 file.seek(piece.reader.header.blocks.offset)
                 file.write(b"\xa5" * piece.reader.shape.blocks_bytes)
-            os.utime(path, ns=(changed, changed))  # as by a disk that decays, not by a program
+            os.utime(path, ns=(mtime, mtime))  # as by a disk that decays, not by a program
         return real(self, layer, query, *args)
 
     monkeypatch.setattr(StreamedPrefix, "attend", attend)
     with KVStore(tmp_path, engine="posix", host_memory=0) as store:
         output, cache = ask(model, store, ids)
-        assert lost and cache.stats.details.recomputed == 1 and lost[0] in {row.id for row in store.segments()}  # anew
+        # anew
+        assert lost_ids and cache.stats.details.recomputed == 1 and lost_ids[0] in {row.id for row in store.segments()}
     close(output.logits[0], expected.logits[0])
 
 
@@ -375,14 +376,14 @@ def test_a_row_may_begin_after_the_first_chunk(model, store, chunk):
     ids = torch.cat([prompt(52), torch.nn.functional.pad(prompt(20, seed=2), (32, 0))])
     arguments = {**GREEDY, "attention_mask": (ids > 0).long(), "prefill_chunk_size": chunk}
     expected = model.generate(ids, past_key_values=DynamicCache(config=model.config), **arguments)
-    for stored in (48 + 16, 0):
+    for stored_tokens in (48 + 16, 0):
         output, cache = ask(model, store, ids, method=None, **arguments)
         assert torch.equal(output.sequences, expected.sequences)
         close(output.logits[0], expected.logits[0])
         assert cache.stats.tokens_restored + cache.stats.tokens_computed == 52 + 20 + 2 * (NEW - 1)
-        assert (cache.stats.tokens_restored > 0) == (chunk > 1 and not stored)
+        assert (cache.stats.tokens_restored > 0) == (chunk > 1 and not stored_tokens)
         cache.store_now()
-        assert cache.stats.tokens_stored >= stored
+        assert cache.stats.tokens_stored >= stored_tokens
         store.flush()
     for row, tokens in ((ids[:1], 48), (ids[1:, 32:], 16)):
         assert ask(model, store, row, method=None)[1].stats.tokens_restored == tokens

@@ -74,9 +74,9 @@ def test_only_the_writer_waits_once_for_each_block_group(model, tmp_path, monkey
     stream, groups = Sidecars(), []
     real = device_module.Staging.bring_down
     monkeypatch.setattr(device_module.Staging, "bring_down", lambda *a: groups.append(1) or real(*a))
-    stored = record(model, tmp_path, stream, monkeypatch)
+    stored_kv = record(model, tmp_path, stream, monkeypatch)
     assert set(stream.waits) == set(stream.computations) == {WRITER}
-    assert stream.waits[WRITER] == len(groups) >= 2 * len(stored)
+    assert stream.waits[WRITER] == len(groups) >= 2 * len(stored_kv)
     assert stream.depth == 0
 
 
@@ -201,26 +201,26 @@ def test_rows_that_lie_in_the_same_tensors_count_once(tmp_path, slow):
 
 def test_what_a_finalizer_leaves_makes_room_for_itself(tmp_path):
     """It cannot wait, so the writer's own thread queues it and makes room."""
-    beds, store, begin, refused = Beds(), open_store(tmp_path), threading.Event(), []
+    beds, store, begin, refused_segments = Beds(), open_store(tmp_path), threading.Event(), []
     writing = Writer(store, device_bytes=SIZE)
-    last, _ = beds.pending("last", refused=lambda _: refused.append(1))
+    last, _ = beds.pending("last", refused=lambda _: refused_segments.append(1))
     writing.later(lambda: begin.wait(60))
     writing.soon(lambda: writing.submit(last, wait=False))
     writing.submit(beds.pending("first")[0])
     begin.set()
     writing.flush()
     writing.flush()  # what was queued by then
-    assert not refused
+    assert not refused_segments
     assert store.counters.snapshot().segments_written == 2
     writing.close()
 
 
 def test_without_room_on_the_gpu_a_segment_that_cannot_wait_is_dropped_and_counted(tmp_path, slow):
-    beds, store, refused = Beds(), open_store(tmp_path), []
+    beds, store, refused_segments = Beds(), open_store(tmp_path), []
     writing = Writer(store, device_bytes=SIZE)
     writing.submit(beds.pending("first")[0])
-    writing.submit(beds.pending("second", refused=lambda _: refused.append(1))[0], wait=False)
-    assert refused == [1]
+    writing.submit(beds.pending("second", refused=lambda _: refused_segments.append(1))[0], wait=False)
+    assert refused_segments == [1]
     assert store.counters.snapshot().dropped_writes == 1
     slow.let.release(1000)
     writing.close()

@@ -567,13 +567,13 @@ def test_gc_says_which_conversations_are_over(run, chats):
 def corpus(store):
     """Create two documents: one of two passages, one of the second of these and of a missing one."""
     root, _ = store
-    opened, headers, names = open_store(root), [], []
+    segment_store, headers, names = open_store(root), [], []
     for seed in "de":
         new_segment = segment(hashes(4, seed), provenance="passage", model=QWEN, scan_hashes=b"scan" * 4)
-        opened.publish(*new_segment)
+        segment_store.publish(*new_segment)
         headers.append(new_segment[0])
         names.append(passage_name(b"".join(new_segment[1])))
-    opened.close()
+    segment_store.close()
     for label, passages in {"report\x1b[31m 1": names, "minutes": [names[1], "0" * 32]}.items():
         record = DocumentRecord(label, "model", "passage 1", tuple(passages), 128, 1.0, 2.0, model=QWEN)
         Documents(StoreRoot(root)).write([record])

@@ -151,12 +151,12 @@ def test_a_segment_that_cannot_be_copied_is_reported(tmp_path, monkeypatch, faul
     content = bytearray(path.read_bytes())
     without_catalogue(tmp_path / "kv")
     if fault == "unreadable":
-        opened = tree.open_file
+        real_open = tree.open_file
 
         def open_file(name, *more):
             if name == path.name:
                 raise OSError(errno.EIO, "Input/output error", name)
-            return opened(name, *more)
+            return real_open(name, *more)
 
         monkeypatch.setattr(tree, "open_file", open_file)
     else:
@@ -208,8 +208,8 @@ def test_records_that_are_not_copied_are_counted(model, tmp_path):
         cache = TieredCache(model, store, conversation="alice", method="exact")
         model.generate(prompt(64), past_key_values=cache, max_new_tokens=1)
         cache.suspend()
-    done = run("copy", tmp_path / "kv", target, copied)
-    assert "not copied: 1 record of conversations and documents; the target finds their KV" in done.stdout
+    result = run("copy", tmp_path / "kv", target, copied)
+    assert "not copied: 1 record of conversations and documents; the target finds their KV" in result.stdout
     assert as_json("copy", tmp_path / "kv", target)["records"] == 3
     assert as_json("copy", target, tmp_path / "new")["copied"] == 3
     with KVStore(tmp_path / "new") as store:

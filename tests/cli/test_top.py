@@ -35,18 +35,18 @@ def text_of(view, width=150):
 
 
 def test_uses_new_segments_and_removals_are_counted_and_shown(store, tmp_path):
-    opened, first = store
+    segment_store, first = store
     root, activity = tmp_path / "store", Activity()
     before = contents_of(root)
     assert "uses (0.0/s), stored nothing, removed nothing" in text_of(draw(root, before, activity))
-    second = publish(opened, "b", label="[bold]minutes\x1b[31m")
-    opened.index.touch([first])
-    opened.index.touch([first])
+    second = publish(segment_store, "b", label="[bold]minutes\x1b[31m")
+    segment_store.index.touch([first])
+    segment_store.index.touch([first])
     between = contents_of(root)
     activity.observe(before, between, 2.0)
     assert (activity.uses, activity.stored[0], activity.removed[0]) == (2, 1, 0)
     nbytes = next(row.nbytes for row in between.rows if row.id == first)
-    opened.remove([first])
+    segment_store.remove([first])
     after = contents_of(root)
     activity.observe(between, after, 2.0)
     assert (activity.uses, activity.removed, activity.seconds) == (2, (1, nbytes), 4.0)
@@ -58,8 +58,8 @@ def test_uses_new_segments_and_removals_are_counted_and_shown(store, tmp_path):
 
 
 def test_a_narrow_terminal_shortens_names_and_no_figures(store, tmp_path):
-    opened, _ = store
-    row = publish(opened, "b", model="/models/" + "a-model-with-a-long-name" * 4, label="minutes of a meeting")
+    segment_store, _ = store
+    row = publish(segment_store, "b", model="/models/" + "a-model-with-a-long-name" * 4, label="minutes of a meeting")
     contents = contents_of(tmp_path / "store")
     lines = text_of(draw(tmp_path / "store", contents, Activity()), width=80).splitlines()
     (line,) = (line for line in lines if line.startswith(row[:8]))
@@ -69,13 +69,13 @@ def test_a_narrow_terminal_shortens_names_and_no_figures(store, tmp_path):
 
 
 def test_the_command_watches_until_its_time_is_over(store, tmp_path, monkeypatch):
-    opened, _ = store
+    segment_store, _ = store
     looks = []
 
     def look(path):
         looks.append(contents_of(path))
         if len(looks) == 1:
-            publish(opened, "c")
+            publish(segment_store, "c")
         return looks[-1]
 
     monkeypatch.setattr("hf_tiered_cache.cli.top.contents_of", look)

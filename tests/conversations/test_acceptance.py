@@ -254,11 +254,11 @@ def test_a_trained_model_whose_layers_are_not_alike_is_refused(store, tmp_path, 
 
 def counting(monkeypatch):
     """Count the replays in a list that grows."""
-    losses, measured = [], CacheReplay.loss
+    losses, real_loss = [], CacheReplay.loss
 
     def noting(self, changed):
         losses.append(len(changed))
-        return measured(self, changed)
+        return real_loss(self, changed)
 
     monkeypatch.setattr(CacheReplay, "loss", noting)
     return losses

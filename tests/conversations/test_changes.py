@@ -36,9 +36,9 @@ def test_the_estimate_is_the_change_of_the_merge(toward, retained):
         for second in range(first + 1, LAYERS):
             after = merge_layers(kv[first], kv[second], Direction(), toward, retained)
             squares = [
-                changed(tensor, merged)
+                changed(tensor, merged_tensor)
                 for layer, merged_layer in zip((kv[first], kv[second]), after, strict=True)
-                for tensor, merged in zip(layer, merged_layer, strict=True)
+                for tensor, merged_tensor in zip(layer, merged_layer, strict=True)
             ]
             assert changes[first, second] == pytest.approx(np.sqrt(np.mean(squares)), rel=1e-3)
     assert (changes[:-1, 1:][np.triu_indices(LAYERS - 1)] > 0.1).all() and changes[0, 1] < changes[0, 3]

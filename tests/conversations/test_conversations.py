@@ -129,9 +129,9 @@ def test_suspend_says_what_it_kept_and_lets_memory_go(model, store, uncollected)
     assert suspension.bytes == sum(row.nbytes for row in store.segments()) and suspension.seconds > 0
     assert torch.equal(turn(model, cache, history, seed=8), plain(model, torch.cat([history, prompt(12, seed=8)], 1)))
     assert cache.stats.tokens_restored == suspension.tokens
-    again = cache.suspend()
-    assert again.tokens > suspension.tokens
-    assert info(store).turns == 2 and info(store).tokens == again.tokens
+    second_suspension = cache.suspend()
+    assert second_suspension.tokens > suspension.tokens
+    assert info(store).turns == 2 and info(store).tokens == second_suspension.tokens
     assert cache.suspend().tokens == 0 and info(store).turns == 2  # nothing was said: nothing is noted
 
 
@@ -459,8 +459,8 @@ def test_the_lock_is_free_when_its_cache_is(model, root, how, uncollected):
         assert free is not None
     if how != "closed":
         store.close()
-    with KVStore(root) as again:
-        cache = TieredCache(model, again, conversation="alice-42")
+    with KVStore(root) as second_store:
+        cache = TieredCache(model, second_store, conversation="alice-42")
         turn(model, cache, prompt(FIRST))
         assert cache.stats.tokens_restored == (FIRST + 12 - 1) // 16 * 16  # stored, whichever way it ended
         del cache
@@ -683,12 +683,12 @@ def test_what_is_listed(model, store):
 
 
 def test_a_conversation_is_removed_with_what_is_its_own(model, store):
-    shared = prompt(48)
+    common_ids = prompt(48)
     for name, seed in (("alice", 5), ("bob", 6)):
         with TieredCache(model, store, conversation=name) as cache:
-            model(shared, past_key_values=cache, logits_to_keep=1)
+            model(common_ids, past_key_values=cache, logits_to_keep=1)
             cache.store_now()
-            turn(model, cache, shared, seed=seed)
+            turn(model, cache, common_ids, seed=seed)
     shared_ids = set(info(store, "alice").segments) & set(info(store, "bob").segments)
     assert shared_ids
     assert store.remove_conversation("alice") == len(info(store, "bob").segments) - len(shared_ids)
@@ -703,10 +703,10 @@ def test_a_conversation_is_removed_with_what_is_its_own(model, store):
 
 @pytest.mark.parametrize("fault", ["unreadable", "newer"])
 def test_what_a_record_that_cannot_be_read_may_name_is_not_deleted(model, store, root, monkeypatch, fault):
-    shared = prompt(48)
+    shared_ids = prompt(48)
     for name in ("alice", "bob"):
         with TieredCache(model, store, conversation=name) as cache:
-            model(shared, past_key_values=cache, logits_to_keep=1)
+            model(shared_ids, past_key_values=cache, logits_to_keep=1)
     store.flush()  # uses are counted later
     segments, name = store.segments(), conversation_name("bob") + ".json"
     if fault == "newer":
@@ -931,7 +931,7 @@ def test_what_is_computed_behind_a_choice_is_the_conversations_own(model, store)
 @pytest.mark.parametrize("method", [ContiguousKV(0.25, period=2), Impress(0.25)], ids=["contiguous_kv", "impress"])
 def test_turns_after_a_selection_are_computed_exactly_when_suspended(model, store, method):
     """Any method and conversation then restores them."""
-    history, token_counts, stored = prompt(200), [], [0]
+    history, token_counts, stored_counts = prompt(200), [], [0]
     for seed in range(4):
         with TieredCache(model, store, conversation="alice-42", method=method, progress=False) as cache:
             history = turn(model, cache, history, more=40, seed=seed)
@@ -939,8 +939,8 @@ def test_turns_after_a_selection_are_computed_exactly_when_suspended(model, stor
             assert not seed or 0 < cache.stats.tokens_attended < token_counts[-1]
             suspension = cache.suspend()
         assert suspension.tokens >= (history.shape[1] - 1) // 16 * 16 and suspension.reason == ""
-        stored.append(suspension.tokens)
-    assert token_counts == stored[:-1]
+        stored_counts.append(suspension.tokens)
+    assert token_counts == stored_counts[:-1]
     ids = torch.cat([history, prompt(12, seed=9)], dim=1)
     cache = TieredCache(model, store, method=Exact(recompute=0.0, decline=False), record=False)
     with torch.no_grad():
@@ -953,12 +953,12 @@ def test_a_context_that_memory_may_not_hold_is_not_computed_exactly_and_says_so(
     method = KVDrive(0.25, exact_from=60, prefill_tokens=256)
     with TieredCache(model, store, conversation="alice-42", method=method) as cache:
         history = turn(model, cache, prompt(600), more=100)  # an empty store is filled exactly
-    stored = info(store).tokens
+    stored_tokens = info(store).tokens
     with TieredCache(model, store, conversation="alice-42", method=method) as cache:
         turn(model, cache, history, more=20)
         assert cache.stats.tokens_attended < cache.stats.tokens_restored
         suspension = cache.suspend()
-    assert suspension.tokens == stored and suspension.reason == reasons.APPROXIMATE
+    assert suspension.tokens == stored_tokens and suspension.reason == reasons.APPROXIMATE
 
 
 @torch.no_grad()

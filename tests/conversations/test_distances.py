@@ -460,9 +460,9 @@ def test_a_bias_on_logits_is_not_seen(store):
 
 
 def operations(run):
-    with Operations() as counted:
+    with Operations() as operations:
         run()
-    return counted.kernels
+    return operations.kernels
 
 
 def test_tokens_that_are_not_sampled_cost_nothing(model, store):

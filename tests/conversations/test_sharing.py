@@ -44,8 +44,8 @@ def test_pairs_need_not_be_neighbours_and_names_are_the_layers_own():
 
 
 def test_the_ratio_is_reached_as_in_the_paper():
-    for layers, shared, pairs in ((5, 0.5, 2), (8, 0.3, 2), (9, 1.0, 4), (8, 0.25, 1)):
-        assert target_pairs(layers, shared) == len(share_layers(distances({}, [1] * layers), 0.5, shared)) == pairs
+    for layers, share, pairs in ((5, 0.5, 2), (8, 0.3, 2), (9, 1.0, 4), (8, 0.25, 1)):
+        assert target_pairs(layers, share) == len(share_layers(distances({}, [1] * layers), 0.5, share)) == pairs
 
 
 def test_layers_that_are_not_initial_recent_never_share():

@@ -56,8 +56,8 @@ def test_a_report_replaces_only_files_of_a_report(results):
     for name in names:
         (results / name).write_text("my notes")
         before = contents(results)
-        refused = run(report.main, results)
-        assert refused.exit_code == 2 and f"{name} was not written by this program" in refused.output
+        failed_result = run(report.main, results)
+        assert failed_result.exit_code == 2 and f"{name} was not written by this program" in failed_result.output
         assert contents(results) == before
         (results / name).unlink()
     for _ in range(2):
@@ -126,8 +126,8 @@ def test_a_picture_that_the_page_does_not_show_is_not_replaced(tmp_path, monkeyp
     page.write_text("\n\n".join(choosing._MARKS))
     picture.write_text("my picture")
     before = contents(tmp_path)
-    refused = run(choosing.main, "--page", page)
-    assert refused.exit_code == 2 and "page.png was not written by this program" in refused.output
+    result = run(choosing.main, "--page", page)
+    assert result.exit_code == 2 and "page.png was not written by this program" in result.output
     assert contents(tmp_path) == before
     page.write_text(f"{page.read_text()}\n![methods](page.png)\n")
     assert run(choosing.main, "--page", page).exit_code == 0
@@ -144,8 +144,8 @@ def test_a_training_begins_in_a_new_or_an_empty_folder_or_goes_on(tmp_path):
         with pytest.raises(EvalError, match=r"choose a new or an empty folder|was not written by this program"):
             prepare(text, folder, 1, REFERENCE)
         assert contents(folder) == {Path(name): b"my notes"}
-    (_, ids), (_, again) = (prepare(text, out, 1, REFERENCE) for _ in range(2))
-    assert len(ids) and ids.tolist() == again.tolist()
+    (_, ids), (_, second_ids) = (prepare(text, out, 1, REFERENCE) for _ in range(2))
+    assert len(ids) and ids.tolist() == second_ids.tolist()
 
 
 def test_a_file_is_replaced_in_one_step(tmp_path):

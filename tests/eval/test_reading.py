@@ -111,10 +111,11 @@ def test_single_tokens_read_more_than_their_budget(read, budget):
 
 
 def test_choosing_again_reads_at_each_token(read):
-    once, again = (read(replace(EACH_LAYER, reselect=reselect, gain=0, ahead_bytes=0)) for reselect in (False, True))
-    assert again.brought == once.brought == once.answered
-    assert 0 == once.per_token < again.per_token < 25
-    assert again.answered == pytest.approx(again.brought + (NEW - 1) * again.per_token)
+    method = replace(EACH_LAYER, gain=0, ahead_bytes=0)
+    once, second_reading = (read(replace(method, reselect=reselect)) for reselect in (False, True))
+    assert second_reading.brought == once.brought == once.answered
+    assert 0 == once.per_token < second_reading.per_token < 25
+    assert second_reading.answered == pytest.approx(second_reading.brought + (NEW - 1) * second_reading.per_token)
 
 
 def test_choices_are_no_generated_tokens(read):
@@ -162,8 +163,9 @@ def test_predictions_and_metrics_tell_what_was_read(finished):
         means = json.loads((task / f"contiguous_kv-identify=keys-reorder=false@{budget}" / "metrics.json").read_text())
         assert 60 * budget < means["read"]["mean"] <= 100 * budget
         assert means["identified"]["mean"] > 0
-        again = json.loads((task / f"contiguous_kv-reselect=True-reorder=false@{budget}" / "metrics.json").read_text())
-        assert again["identified"]["mean"] == 0 < again["index"]["mean"]
+        reselected = task / f"contiguous_kv-reselect=True-reorder=false@{budget}"
+        reselected_metrics = json.loads((reselected / "metrics.json").read_text())
+        assert reselected_metrics["identified"]["mean"] == 0 < reselected_metrics["index"]["mean"]
         h2o = json.loads((task / f"h2o@{budget}" / "metrics.json").read_text())
         assert h2o["read"]["mean"] > 100 * budget
 

@@ -35,12 +35,12 @@ def language(tokenizer):
 def solve(tokenizer: PreTrainedTokenizerFast, context, questions) -> list[str]:
     """Derive the answer to each question from the documents by rules."""
     words = tokenizer.convert_ids_to_tokens([token for document in context.documents for token in document])
-    facts, values, named, labels = {}, {}, None, Counter()
+    facts, values, name, labels = {}, {}, None, Counter()
     for at, word in enumerate(words):
         if word == "<name>":
-            named = words[at + 1]
+            name = words[at + 1]
         elif word in ("<is>", "<it>"):
-            key = named if word == "<it>" else words[at + 1]
+            key = name if word == "<it>" else words[at + 1]
             begin = at + (1 if word == "<it>" else 2)
             facts[key] = words[begin : begin + 2]
             values.setdefault(key, []).append(facts[key])
@@ -136,10 +136,10 @@ def test_training_goes_on_where_it_stopped_and_shares_layers_when_it_should(toke
     assert resumed.progress.step == uninterrupted.progress.step == 6
     for (name, a), b in zip(uninterrupted.model.state_dict().items(), resumed.model.state_dict().values(), strict=True):
         assert torch.equal(a, b), name
-    layers, shared = resumed.model.model.layers, resumed.progress.shared
-    assert [layers[number] is layers[first] for number, first in enumerate(shared)] == [True] * 4
-    assert shared[3] == 3  # the last is never shared
-    assert len({id(layer) for layer in layers}) == len(set(shared))
+    layers, first_layers = resumed.model.model.layers, resumed.progress.shared
+    assert [layers[number] is layers[first] for number, first in enumerate(first_layers)] == [True] * 4
+    assert first_layers[3] == 3  # the last is never shared
+    assert len({id(layer) for layer in layers}) == len(set(first_layers))
     alone = unshared(resumed.model)
     assert alone.dtype == torch.bfloat16
     assert len({id(layer) for layer in alone.model.layers}) == 4
@@ -193,10 +193,10 @@ def test_the_layer_that_looks_up_is_found():
 @needs_model
 def test_what_is_told_of_the_shipped_model_is_whole():
     record = json.loads((SHIPPED / "check.json").read_text())
-    (measured,) = record["lengths"]
-    assert measured["tokens"] == 512
-    assert measured["figures"].keys() == record["bars"].keys() == BARS.keys()
-    assert measured["contexts"] >= 100
+    (figures,) = record["lengths"]
+    assert figures["tokens"] == 512
+    assert figures["figures"].keys() == record["bars"].keys() == BARS.keys()
+    assert figures["contexts"] >= 100
     curve = json.loads((SHIPPED / "curve.json").read_text())
     assert curve[-1]["step"] > curve[0]["step"]
     size = sum(path.stat().st_size for path in SHIPPED.iterdir())

@@ -88,18 +88,18 @@ def test_what_cannot_be_made_from_a_model_is_refused(tokenizer, size):
 
 def test_layers_are_shared_as_in_the_model_gone_on_from(tokenizer, xs):
     assert sharing(xs) == [0, 1, 1, 1, 1, 1, 1, 7]
-    for shared in ([0, 1, 1, 3], [0, 1, 2, 3]):
-        assert sharing(unshared(build(small(2, 1), tokenizer, shared))) == shared
+    for first_layers in ([0, 1, 1, 3], [0, 1, 2, 3]):
+        assert sharing(unshared(build(small(2, 1), tokenizer, first_layers))) == first_layers
 
 
 def test_a_deeper_model_is_the_one_before_the_last_again(tokenizer):
     base = build(small(2, 1), tokenizer, [0, 1, 1, 3])
     size = replace(small(4, 2, continues=True), layers=6)
-    shared = sharing(base, size.layers)
-    assert shared == [0, 1, 1, 1, 1, 5]
-    model = build(size, tokenizer, shared)
+    first_layers = sharing(base, size.layers)
+    assert first_layers == [0, 1, 1, 1, 1, 5]
+    model = build(size, tokenizer, first_layers)
     model.load_state_dict(grown(base, size))
-    assert sharing(model) == shared
+    assert sharing(model) == first_layers
     with torch.no_grad():
         ids = torch.randint(0, 1000, (1, 20))
         hidden = [variant.model(ids, output_hidden_states=True).hidden_states for variant in (base, model)]
@@ -162,8 +162,8 @@ def test_a_run_that_goes_on_is_asked_for_with_the_model_that_it_goes_on_from(tmp
         assert result.exit_code == 2, result.output
     result = CliRunner().invoke(app, [*command, "--size", "long", *needs, "--minutes", "0"])
     assert result.exit_code == 0, result.output
-    saved = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)
-    assert saved["progress"]["step"] == 1
+    checkpoint = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)
+    assert checkpoint["progress"]["step"] == 1
     assert len(PreTrainedTokenizerFast.from_pretrained(tmp_path / "run" / "tokenizer")) == 1339
     assert not (tmp_path / "run" / "model").exists()
 
@@ -323,10 +323,10 @@ def test_the_shipped_model_answers_at_2048_tokens():
 @needs_model
 def test_what_is_told_of_the_shipped_model_is_whole():
     record = json.loads((LONG / "check.json").read_text())
-    measured = {(row["tokens"], row["yarn"]): row for row in record["lengths"]}
-    assert {(512, 1.0), (2048, 1.0), (4096, 1.0), (8192, 1.0), (8192, 8192 / BEYOND)} <= measured.keys()
-    assert all(measured[tokens, 1.0]["figures"]["full"] >= record["bars"]["full"] for tokens in (512, 2048, 4096))
-    assert all(row["figures"].keys() == BARS.keys() for row in measured.values())
+    figures = {(row["tokens"], row["yarn"]): row for row in record["lengths"]}
+    assert {(512, 1.0), (2048, 1.0), (4096, 1.0), (8192, 1.0), (8192, 8192 / BEYOND)} <= figures.keys()
+    assert all(figures[tokens, 1.0]["figures"]["full"] >= record["bars"]["full"] for tokens in (512, 2048, 4096))
+    assert all(row["figures"].keys() == BARS.keys() for row in figures.values())
     curve = json.loads((LONG / "curve.json").read_text())
     assert curve[-1]["length"] == SIZES["long-chains"].stages[-1].length == BEYOND
     files = [path for path in (ROOT / "eval" / "reference").rglob("*") if path.is_file() and path.suffix != ".pyc"]

@@ -100,8 +100,8 @@ def test_a_run_records_its_weights_and_goes_on_where_an_older_one_did_not(finish
     assert run("--tasks", "sst2", *common).exit_code == 0
     assert json.loads(path.read_text())["weights"] == weights
     path.write_text(json.dumps(recorded | {"weights": {"source": "folder", "sha256": "0" * 64}}))
-    refused = run("--tasks", "sst2", *common)
-    assert refused.exit_code == 2 and "different weights" in refused.output
+    result = run("--tasks", "sst2", *common)
+    assert result.exit_code == 2 and "different weights" in result.output
 
 
 def test_a_model_may_have_a_short_name(saved, folder, tmp_path, monkeypatch):
@@ -135,9 +135,9 @@ def test_an_interrupted_run_goes_on(finished, tmp_path):
     arguments = [out if argument == before else argument for argument in common]
     result = run("--tasks", "sst2,rte", *arguments)
     assert result.exit_code == 0, result.output
-    again = lines(path)
-    assert [line["id"] for line in again] == [json.loads(line)["id"] for line in content_lines]
-    assert [line["prediction"] for line in again] == [json.loads(line)["prediction"] for line in content_lines]
+    new_lines = lines(path)
+    assert [line["id"] for line in new_lines] == [json.loads(line)["id"] for line in content_lines]
+    assert [line["prediction"] for line in new_lines] == [json.loads(line)["prediction"] for line in content_lines]
     assert (out / "rte" / "exact" / "predictions.jsonl").stat().st_mtime_ns == modified_ns
 
 
@@ -294,17 +294,17 @@ def test_methods_with_a_ratio_come_once_for_each():
 
 
 def test_all_budgets_of_a_method_store_a_prefix_once(saved, tmp_path, monkeypatch):
-    stored = []
+    prompts = []
 
     def precompute(self, model, prompt, *, method, real=KVStore.precompute, **how):
-        stored.append((method.geometry, tuple(prompt)))
+        prompts.append((method.geometry, tuple(prompt)))
         return real(self, model, prompt, method=method, **how)
 
     monkeypatch.setattr(KVStore, "precompute", precompute)
     common = ("--model", saved, "--limit", 2, "--tasks", "reference_fact", "--device", "cpu", "--prefix-tokens", 100)
     result = run(*common, "--methods", "contiguous_kv,h2o", "--budgets", "0.1,0.5", "--out", tmp_path)
     assert result.exit_code == 0, result.output
-    assert len(stored) == len(set(stored)) == 2 * 2
+    assert len(prompts) == len(set(prompts)) == 2 * 2
 
 
 def test_running_text_is_followed_token_by_token(saved, folder, tmp_path):

@@ -20,8 +20,8 @@ SUITES = suite.read_suites()
 
 
 def test_groups_name_runs_and_each_run_is_in_a_group():
-    named = [run for runs in SUITES["groups"].values() for run in runs]
-    assert sorted(named) == sorted(SUITES["runs"]) and len(named) == len(set(named))
+    run_names = [run for runs in SUITES["groups"].values() for run in runs]
+    assert sorted(run_names) == sorted(SUITES["runs"]) and len(run_names) == len(set(run_names))
 
 
 @pytest.mark.parametrize("name", SUITES["runs"])

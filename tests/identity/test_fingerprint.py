@@ -107,13 +107,13 @@ def test_a_model_that_was_saved_and_loaded_keeps_it(tmp_path):
     rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 512}
     model = build("llama", rope_parameters=rope)
     model.save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    assert list(loaded.config.rope_parameters) != list(model.config.rope_parameters)
-    name = Fingerprinter(loaded)
+    loaded_model = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert list(loaded_model.config.rope_parameters) != list(model.config.rope_parameters)
+    name = Fingerprinter(loaded_model)
     before = name()
     assert before == fingerprint(model)
-    loaded.config.rope_parameters["factor"] = 3.0
-    assert name() == fingerprint(loaded) != before
+    loaded_model.config.rope_parameters["factor"] = 3.0
+    assert name() == fingerprint(loaded_model) != before
 
 
 def glm4_moe():

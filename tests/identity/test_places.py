@@ -66,11 +66,11 @@ def edits_of(model: PreTrainedModel, name: Fingerprinter) -> Iterator[Edit]:
     for path, module in model.named_modules():
         yield f"the mode of {path}", partial(assigning, module, "training", True)
         for container in CONTAINERS:
-            added = nn.Identity() if container == "_modules" else None
-            added = print if "hooks" in container else added
-            full = OrderedDict(module.__dict__[container], added=added)
+            new_member = nn.Identity() if container == "_modules" else None
+            new_member = print if "hooks" in container else new_member
+            full = OrderedDict(module.__dict__[container], added=new_member)
             label = f"{container} of {path}"
-            yield f"in {label}", partial(filling, module.__dict__[container], added)
+            yield f"in {label}", partial(filling, module.__dict__[container], new_member)
             yield f"more {label}", partial(assigning, module, container, full)
             yield f"equal {label}", partial(assigning, module, container, type(full)(module.__dict__[container]))
     for path, tensor in (*model.named_parameters(), *model.named_buffers()):

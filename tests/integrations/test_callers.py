@@ -22,9 +22,9 @@ def model():
 
 @pytest.fixture
 def tokenizer():
-    loaded = AutoTokenizer.from_pretrained(REFERENCE)
-    loaded.chat_template = CHAT_TEMPLATE
-    return loaded
+    tokenizer = AutoTokenizer.from_pretrained(REFERENCE)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
 
 
 @pytest.fixture

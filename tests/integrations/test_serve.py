@@ -200,12 +200,12 @@ def test_the_example_of_a_client_asks_at_once_and_shows_what_was_cached(model, t
     with serving(model, tmp_path / "store", *map(str, PAGES)) as (client, _):
         argv = ["x", "--url", str(client.base_url), "--text", str(text), "--new-tokens", "4", *questions]
         monkeypatch.setattr(sys, "argv", argv)
-        for again in (False, True):
+        for is_second in (False, True):
             assert example.main() == 0
             rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.rstrip().endswith("?")]
             assert len(rows) == 3
             assert all(0 <= int(cached) < int(tokens) for tokens, cached, *_ in rows)
-            assert all(int(cached) > 100 for _, cached, *_ in rows) or not again
+            assert all(int(cached) > 100 for _, cached, *_ in rows) or not is_second
     with pytest.raises(SystemExit, match=f"no server answers at {client.base_url}"):
         example.main()
     monkeypatch.setitem(sys.modules, "openai", None)
@@ -245,16 +245,16 @@ def test_clients_get_the_same_answers_and_restore_what_was_said(model, tmp_path)
         assert completed.response.usage.input_tokens_details.cached_tokens >= cached[2]
 
         completion = client.completions.create(model=str(model), prompt=SYSTEM, max_tokens=4, temperature=0)
-        again = client.completions.create(model=str(model), prompt=SYSTEM, max_tokens=4, temperature=0)
-        assert again.choices[0].text == completion.choices[0].text
-        assert again.usage.prompt_tokens_details.cached_tokens > 0
+        second_response = client.completions.create(model=str(model), prompt=SYSTEM, max_tokens=4, temperature=0)
+        assert second_response.choices[0].text == completion.choices[0].text
+        assert second_response.usage.prompt_tokens_details.cached_tokens > 0
 
     with serving(model, store) as (client, _):  # after a restart
         messages, cached_again = conversation(client, model)
         assert messages == expected
         assert cached_again[0] >= cached[1]
-    with KVStore(store) as opened:
-        assert opened.verify(progress=False).ok
+    with KVStore(store) as kv_store:
+        assert kv_store.verify(progress=False).ok
 
 
 @pytest.mark.parametrize("waiting", [False, True], ids=["running", "waiting"])
@@ -466,8 +466,8 @@ def test_a_body_that_does_not_arrive_is_given_up():
 
 def test_an_answer_ends_with_the_models_context(app, monkeypatch):
     context = good(app)["usage"]["prompt_tokens"] + 16
-    (loaded,) = app.models.loaded_models.values()
-    monkeypatch.setattr(loaded.model.config, "max_position_embeddings", context)
+    (entry,) = app.models.loaded_models.values()
+    monkeypatch.setattr(entry.model.config, "max_position_embeddings", context)
     assert good(app, max_tokens=10**9)["usage"]["total_tokens"] <= context
     status, text = app.chat({"prompt": SYSTEM * 2}, "/v1/completions")
     assert (status, f"the model's context is {context}" in text) == (400, True)

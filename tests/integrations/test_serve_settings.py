@@ -196,12 +196,12 @@ def test_an_engine_that_has_ended_is_replaced(batched, monkeypatch):
 
 
 def test_an_engine_that_cannot_start_is_a_fault_of_the_server(batched, monkeypatch):
-    (loaded,) = batched.models.loaded_models.values()
-    attention = loaded.model.config._attn_implementation
-    monkeypatch.setattr(loaded.model.generation_config, "bad_words_ids", [[5]])
+    (entry,) = batched.models.loaded_models.values()
+    attention = entry.model.config._attn_implementation
+    monkeypatch.setattr(entry.model.generation_config, "bad_words_ids", [[5]])
     status, text = batched.chat({"prompt": PROMPT}, "/v1/completions")
     assert (status, "continuous batching cannot start" in text) == (503, True)
-    assert loaded.model.config._attn_implementation == attention
+    assert entry.model.config._attn_implementation == attention
     monkeypatch.undo()
     complete(batched)
 
@@ -218,16 +218,16 @@ def test_an_engine_that_cannot_start_is_a_fault_of_the_server(batched, monkeypat
     ids=lambda options: next(iter(options)),
 )
 def test_clients_set_variables_of_the_template_only(plain, monkeypatch, options):
-    (loaded,) = plain.models.loaded_models.values()
-    monkeypatch.setattr(type(loaded.processor), "apply_chat_template", lambda *_, **__: pytest.fail("it was applied"))
+    (entry,) = plain.models.loaded_models.values()
+    monkeypatch.setattr(type(entry.processor), "apply_chat_template", lambda *_, **__: pytest.fail("it was applied"))
     status, text = plain.chat(chat(chat_template_kwargs=options))
     assert (status, f"not {sorted(options)[0]}" in text) == (400, True), text
 
 
 def test_a_variable_of_the_template_reaches_it(plain, monkeypatch):
-    (loaded,) = plain.models.loaded_models.values()
+    (entry,) = plain.models.loaded_models.values()
     template = "{{ raise_exception('depth ' ~ depth ~ documents[0].text) }}"
-    monkeypatch.setattr(loaded.processor, "chat_template", template)
+    monkeypatch.setattr(entry.processor, "chat_template", template)
     status, text = plain.chat(chat(chat_template_kwargs={"depth": 3, "documents": [{"title": "a", "text": "one"}]}))
     assert (status, "depth 3one" in text) == (400, True), text
 
@@ -237,8 +237,8 @@ def test_a_variable_of_the_template_reaches_it(plain, monkeypatch):
     [("{{ raise_exception('no system role') }}", "no system role"), ("{{ messages[0].content.a.b }}", "no attribute")],
 )
 def test_messages_that_a_template_refuses_are_a_fault_of_the_client(plain, monkeypatch, template, message):
-    (loaded,) = plain.models.loaded_models.values()
-    monkeypatch.setattr(loaded.processor, "chat_template", template)
+    (entry,) = plain.models.loaded_models.values()
+    monkeypatch.setattr(entry.processor, "chat_template", template)
     for stream in (False, True):
         status, text = plain.chat(chat(stream=stream))
         assert (status, message in text) == (400, True), text

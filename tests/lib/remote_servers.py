@@ -110,13 +110,13 @@ def free_port() -> int:
 
 def accepts(port: int) -> bool:
     """Return whether a server takes connections."""
-    with socket.socket() as tried:
-        return tried.connect_ex(("127.0.0.1", port)) == 0
+    with socket.socket() as connection:
+        return connection.connect_ex(("127.0.0.1", port)) == 0
 
 
 def _programs(names: Sequence[str], package: str) -> None:
-    if missing := [name for name in names if shutil.which(name) is None]:
-        raise MissingServerError(f"{missing[0]} is missing; apt-get install {package}")
+    if missing_names := [name for name in names if shutil.which(name) is None]:
+        raise MissingServerError(f"{missing_names[0]} is missing; apt-get install {package}")
 
 
 def _packages(names: Sequence[str], command: str) -> None:

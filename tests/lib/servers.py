@@ -74,17 +74,17 @@ def silent_hub(monkeypatch):
 def place_of(tmp_path_factory):
     """Return a function that runs the server of a kind of remote, and returns the address of an empty place on it."""
     runs = {"redis": redis_server, "s3": s3_server, "mooncake": mooncake_server}
-    started, missing = {}, {}
+    started, missing_servers = {}, {}
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
 
         def server_of(kind):
-            if kind in missing:
-                pytest.skip(missing[kind])
+            if kind in missing_servers:
+                pytest.skip(missing_servers[kind])
             if kind not in started:
                 try:
                     started[kind] = stack.enter_context(runs[kind](tmp_path_factory.mktemp(kind)))
                 except pytest.skip.Exception as error:
-                    missing[kind] = str(error)
+                    missing_servers[kind] = str(error)
                     raise
                 environment = {"s3": s3_environment, "mooncake": lambda server: server.environment}
                 for name, value in environment.get(kind, lambda _: {})(started[kind]).items():

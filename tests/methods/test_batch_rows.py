@@ -47,20 +47,20 @@ PREFIXES = [prompt(260, seed=seed) for seed in (11, 12, 13)] + [prompt(40, seed=
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory):
     """Return a function that returns a model and a store with its prefixes, in the geometry of a method."""
-    opened = {}
+    stores = {}
 
     def filled(family, method):
         key = family, method.geometry
-        if key not in opened:
+        if key not in stores:
             model = build(family, **{"init_std" if family == "opt" else "initializer_range": 0.1})
             store = KVStore(tmp_path_factory.mktemp("rows"), engine="posix")
             for prefix in PREFIXES:
                 fill(store, model, prefix, method)
-            opened[key] = model, store
-        return opened[key]
+            stores[key] = model, store
+        return stores[key]
 
     yield filled
-    for _, store in opened.values():
+    for _, store in stores.values():
         store.close()
 
 

@@ -57,8 +57,8 @@ def model(family, dtype):
 
 @pytest.fixture
 def store(stores, family, dtype):
-    with KVStore(stores / f"{family}-{dtype}", engine="posix") as opened:
-        yield opened
+    with KVStore(stores / f"{family}-{dtype}", engine="posix") as store:
+        yield store
 
 
 @pytest.fixture
@@ -155,10 +155,10 @@ def _restore(model, reference, full: KV, first, stop):
     """Put columns `[first, stop)` of the stored prompt behind what a reference cache holds."""
     for index, layer in enumerate(reference.layers):
         tensors = []
-        for tensor, stored in zip((layer.keys, layer.values), full[index], strict=True):
+        for tensor, expected in zip((layer.keys, layer.values), full[index], strict=True):
             num_left = first - tensor.shape[2]  # what has left the window, and is not looked at again
             zeros = tensor.new_zeros(1, tensor.shape[1], num_left, tensor.shape[3])
-            tensors.append(torch.cat([zeros, tensor, stored[:, :, first:stop]], dim=2))
+            tensors.append(torch.cat([zeros, tensor, expected[:, :, first:stop]], dim=2))
         put(layer, *tensors)
 
 
@@ -221,10 +221,10 @@ def test_a_second_turn_with_the_same_cache(model, cache, family, dtype):
     reference = prefilled(model, [kv(family, dtype, "a")], 80)
     output = model.generate(ids, past_key_values=cache, **GREEDY)
     expected = model.generate(ids, past_key_values=reference, **GREEDY)
-    again = torch.cat([output.sequences, prompt(8, seed=12)], dim=1)
+    next_ids = torch.cat([output.sequences, prompt(8, seed=12)], dim=1)
     assert_same(
-        model.generate(again, past_key_values=cache, **GREEDY),
-        model.generate(again, past_key_values=reference, **GREEDY),
+        model.generate(next_ids, past_key_values=cache, **GREEDY),
+        model.generate(next_ids, past_key_values=reference, **GREEDY),
     )
     assert_same(output, expected)
 
@@ -251,13 +251,13 @@ def test_generated_tokens_are_found_by_the_next_turn(model, family, dtype, tmp_p
     arguments = GREEDY | {"max_new_tokens": 40}
     with KVStore(tmp_path / "turns") as store:
         first = model.generate(ids, past_key_values=TieredCache(model, store), **arguments)
-    again = torch.cat([first.sequences, prompt(8, seed=12)], dim=1)  # 40 + 40 + 8 tokens, KV of 79 computed
-    options = GREEDY | {"attention_mask": torch.ones_like(again)}  # an answer may contain the padding token
+    next_ids = torch.cat([first.sequences, prompt(8, seed=12)], dim=1)  # 40 + 40 + 8 tokens, KV of 79 computed
+    options = GREEDY | {"attention_mask": torch.ones_like(next_ids)}  # an answer may contain the padding token
     turn = Remembering(model)
     model.generate(ids, past_key_values=turn, **arguments)
     reference = prefilled(model, [turn.all()], 64)
     with KVStore(tmp_path / "turns") as store:
         cache = TieredCache(model, store)
-        output = model.generate(again, past_key_values=cache, **options)
+        output = model.generate(next_ids, past_key_values=cache, **options)
     assert cache.stats.tokens_restored == 64
-    assert_same(output, model.generate(again, past_key_values=reference, **options))
+    assert_same(output, model.generate(next_ids, past_key_values=reference, **options))

@@ -135,9 +135,9 @@ def test_turn_after_turn_pairs_stay_and_merged_tokens_do_not_change(model, root)
         assert sum(shape.tokens for shape in shapes(root)) == ids.shape[1] // 16 * 16
     with KVStore(root, engine="posix") as store:
         assert store.conversations()[0].turns == 4
-    again, stats = resumed(model, root, method, next_turn(ids[:, :TOKENS]), record=False)
+    output, stats = resumed(model, root, method, next_turn(ids[:, :TOKENS]), record=False)
     assert stats.tokens_restored == TOKENS // 16 * 16  # the history as it was after the first turn
-    assert torch.equal(again, before)
+    assert torch.equal(output, before)
 
 
 def test_the_front_never_shrinks_for_what_was_not_stored(model, root):
@@ -360,8 +360,8 @@ def test_the_front_of_what_goes_idle_balances_computing_and_loading(
         with TieredCache(model, store, conversation="alice", method=method) as cache:
             said(model, cache, ids)
     (shape,) = shapes(root)
-    stored = 1 - np.mean(shape.held_from) / shape.tokens
-    assert 1 - most - 0.15 <= stored <= 1 - least + 0.15
+    stored_share = 1 - np.mean(shape.held_from) / shape.tokens
+    assert 1 - most - 0.15 <= stored_share <= 1 - least + 0.15
 
 
 def test_calibrations_that_are_noted_at_once_are_all_kept(root):

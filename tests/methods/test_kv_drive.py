@@ -236,9 +236,9 @@ def test_any_geometry_will_do_and_is_spoken_of(model, tmp_path, caplog):
         output, wide = ask(model, store, question(ids), METHOD)
         assert "store.relayout(method)" in caplog.text
         store.relayout(METHOD, progress=False)
-        again, fitting = ask(model, store, question(ids), METHOD)
+        second_output, fitting = ask(model, store, question(ids), METHOD)
     assert_same(output, expected)
-    assert_same(again, expected)
+    assert_same(second_output, expected)
     assert fitting.stats.bytes_read < wide.stats.bytes_read
 
 
@@ -305,10 +305,10 @@ def test_a_chunk_that_cannot_be_read_while_decoding_ends_in_an_error_that_loses_
             model.generate(question(ids), past_key_values=cache, stopping_criteria=[Damage()], **GREEDY)
         assert cache.stats.details.verification_failures + cache.stats.details.read_errors > 0
         assert cache.get_seq_length() == so_far[0].shape[1] - 1  # the pass is undone
-        again = TieredCache(model, store, method=METHOD)
+        second_cache = TieredCache(model, store, method=METHOD)
         options = {"do_sample": False, "max_new_tokens": 4}
-        output = model.generate(so_far[0], past_key_values=again, **options)
-        assert again.stats.tokens_restored < TOKENS
+        output = model.generate(so_far[0], past_key_values=second_cache, **options)
+        assert second_cache.stats.tokens_restored < TOKENS
         assert torch.equal(output, model.generate(so_far[0], past_key_values=DynamicCache(), **options))
 
 
@@ -515,13 +515,13 @@ def test_a_conversation_goes_on_in_the_cache_and_out_of_the_store(model, tmp_pat
     with KVStore(tmp_path, engine="posix") as store:
         fill(store, model, ids, METHOD)
         answered, cache = ask(model, store, question(ids), METHOD)
-        again = torch.cat([answered.sequences, prompt(9, seed=6)], dim=1)
-        model.generate(again, past_key_values=cache, **GREEDY)
+        next_ids = torch.cat([answered.sequences, prompt(9, seed=6)], dim=1)
+        model.generate(next_ids, past_key_values=cache, **GREEDY)
         assert cache.stats.details.tokens_kept == answered.sequences.shape[1] - 1
     with KVStore(tmp_path, engine="posix") as store:
-        _, newer = ask(model, store, again, METHOD)
+        _, newer = ask(model, store, next_ids, METHOD)
         assert newer.stats.tokens_restored == TOKENS
-        assert newer.stats.tokens_computed == again.shape[1] - TOKENS + answered.sequences.shape[1] - TOKENS - 24 - 1
+        assert newer.stats.tokens_computed == next_ids.shape[1] - TOKENS + answered.sequences.shape[1] - TOKENS - 24 - 1
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8, 16])

@@ -117,12 +117,12 @@ def attends_to_what_was_chosen(model, method, store, chosen):
     stats = cache.stats
     tokens_restored = stats.tokens_restored
     assert stats.tokens_attended == 48 < tokens_restored == 192  # a quarter
-    reference, stored = DynamicCache(config=model.config), kv_of(model, ids)
+    reference, stored_kv = DynamicCache(config=model.config), kv_of(model, ids)
     selector = method.selector()
     periods = in_groups(range(len(reference.layers)), selector.period, selector.solo_layers)
     assert len(chosen) == len(periods)
     choice_of = {layer: choice for period, choice in zip(periods, chosen, strict=True) for layer in period}
-    for number, (layer, kv) in enumerate(zip(reference.layers, stored, strict=True)):
+    for number, (layer, kv) in enumerate(zip(reference.layers, stored_kv, strict=True)):
         heads = kv[0].shape[1]
         tokens = torch.from_numpy(choice_of[number]).expand(heads, -1)  # [kv_heads, chosen]
         put(layer, *(tensor[:, torch.arange(heads).unsqueeze(1), tokens] for tensor in kv))

@@ -116,14 +116,14 @@ def test_what_is_kept_outlives_the_store_and_damage(store, monkeypatch, tmp_path
     store.close()
     path = tmp_path / "store" / "calibrations.json"
     assert path.stat().st_mode & 0o777 == 0o600
-    with KVStore(tmp_path / "store", engine="posix") as again:
+    with KVStore(tmp_path / "store", engine="posix") as second_store:
         (name,) = json.loads(path.read_text())
         fingerprint = name.split()[0]
-        assert calibrated_ratio(storage_of(again), fingerprint, torch.device("cpu"), 136) == ratio
+        assert calibrated_ratio(storage_of(second_store), fingerprint, torch.device("cpu"), 136) == ratio
         records = ({"ratio": 0.5}, *({"tokens": 136, "ratio": ratio, "cold": True} for ratio in ("x", None, -3, 2)))
         for damaged in ("{", "[]", "7", *(json.dumps({name: value}) for value in (3, *([row] for row in records)))):
             path.write_text(damaged)
-            assert calibrated_ratio(storage_of(again), fingerprint, torch.device("cpu"), 136) is None
+            assert calibrated_ratio(storage_of(second_store), fingerprint, torch.device("cpu"), 136) is None
 
 
 def test_a_real_measurement(store):

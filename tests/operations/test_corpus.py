@@ -210,9 +210,9 @@ def test_no_passage_is_pinned_before_its_label_is_saved(store, model, monkeypatc
 
 def test_a_model_that_cannot_be_identified_has_no_document(root, store, model):
     fill(store, model, PASSAGES[:1], ["report"])
-    before, again = store.documents(), copy.deepcopy(model)
-    again.model.layers[0].register_forward_hook(lambda *_: None)
-    report = fill(store, again, PASSAGES[1:2], ["report"])
+    before, copied_model = store.documents(), copy.deepcopy(model)
+    copied_model.model.layers[0].register_forward_hook(lambda *_: None)
+    report = fill(store, copied_model, PASSAGES[1:2], ["report"])
     assert report.stored == 0 and store.documents() == before
 
 

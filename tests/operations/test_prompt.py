@@ -59,13 +59,13 @@ def test_a_passage_has_the_tokens_that_it_has_alone(tokenizer):
 def test_passages_are_restored_wherever_they_stand(tokenizer, tmp_path):
     model, method = build("qwen2", vocab_size=600), CacheTune(recompute=0.0)
     with KVStore(tmp_path, engine="posix") as store:
-        stored = [Passage(document).ids(tokenizer) for document in DOCUMENTS]
-        store.precompute(model, stored, passages=True, method=method, progress=False)
+        passages = [Passage(document).ids(tokenizer) for document in DOCUMENTS]
+        store.precompute(model, passages, passages=True, method=method, progress=False)
         for template in (None, True):
             prompt = build_prompt(tokenizer, parts_of(DOCUMENTS[::-1]), chat_template=template)
             cache = TieredCache(model, store, method=method)
             model.generate(prompt.input_ids, past_key_values=cache, max_new_tokens=2, do_sample=False)
-            assert cache.stats.tokens_restored == sum(len(ids) // 16 * 16 for ids in stored)
+            assert cache.stats.tokens_restored == sum(len(ids) // 16 * 16 for ids in passages)
             assert cache.stats.reason == ""
 
 
@@ -91,11 +91,11 @@ def test_joined_texts_are_told(tokenizer, tmp_path, caplog):
     """Their inner tokens are found, but not those that merged with neighbors."""
     model, method, documents = build("qwen2", vocab_size=600), CacheTune(recompute=0.0), cut(200, 400)
     with KVStore(tmp_path, engine="posix") as store:
-        stored = [Passage(document).ids(tokenizer) for document in documents]
-        store.precompute(model, stored, passages=True, method=method, progress=False)
+        passages = [Passage(document).ids(tokenizer) for document in documents]
+        store.precompute(model, passages, passages=True, method=method, progress=False)
         for _ in range(2):
             stats = ask_joined(model, store, tokenizer, documents, method)
-            assert 0 < stats.tokens_restored < sum(len(ids) // 16 * 16 for ids in stored)
+            assert 0 < stats.tokens_restored < sum(len(ids) // 16 * 16 for ids in passages)
             assert stats.reasons == {reasons.JOINED: 1}
         assert caplog.text.count("build_prompt()") == 1  # one warning for each cause
         built = build_prompt(tokenizer, ["Read this: t", *map(Passage, documents), "And?"]).input_ids
@@ -109,11 +109,11 @@ def test_joined_texts_of_which_nothing_is_left_are_told(tokenizer, tmp_path, cap
     model, method, short = build("qwen2", vocab_size=600), CacheTune(recompute=0.0), cut(45, 75)
     other_texts = cut(300, 500)[2:]
     with KVStore(tmp_path, engine="posix") as store:
-        stored = [Passage(document).ids(tokenizer) for document in short]
-        assert all(16 <= len(ids) < 32 for ids in stored)  # one hash each, with the first token in it
+        passages = [Passage(document).ids(tokenizer) for document in short]
+        assert all(16 <= len(ids) < 32 for ids in passages)  # one hash each, with the first token in it
         assert ask_joined(model, store, tokenizer, other_texts, method).reason == reasons.NOTHING
         store.clear(disk=True)
-        store.precompute(model, stored, passages=True, method=method, progress=False)
+        store.precompute(model, passages, passages=True, method=method, progress=False)
         stats = ask_joined(model, store, tokenizer, short, method)
         assert (stats.tokens_restored, stats.reason) == (0, reasons.NO_PASSAGES)
         store.flush()
@@ -126,8 +126,8 @@ def test_joined_texts_of_which_nothing_is_left_are_told(tokenizer, tmp_path, cap
 def test_passages_under_an_exact_prefix_are_not_missed(tokenizer, tmp_path):
     model, method = build("qwen2", vocab_size=600), CacheTune(recompute=0.0)
     with KVStore(tmp_path, engine="posix") as store:
-        stored = [Passage(document).ids(tokenizer) for document in DOCUMENTS]
-        store.precompute(model, stored, passages=True, method=method, progress=False)
+        passages = [Passage(document).ids(tokenizer) for document in DOCUMENTS]
+        store.precompute(model, passages, passages=True, method=method, progress=False)
         prompt_ids = build_prompt(tokenizer, parts_of(DOCUMENTS)).input_ids
         store.precompute(model, prompt_ids, progress=False)
         cache = TieredCache(model, store, method=method)

@@ -172,11 +172,11 @@ def test_most_questions_lose_no_more_than_twice_the_target():
 
 
 def test_the_texts_of_an_encrypted_store_are_encrypted(model, text, tmp_path, monkeypatch):
-    keys, opened = [], KVStore.__init__
+    keys, real_init = [], KVStore.__init__
 
     def noted(self, path, **settings):
         keys.append(settings.get("key"))
-        opened(self, path, **settings)
+        real_init(self, path, **settings)
 
     with KVStore(tmp_path, key=secrets.token_bytes(32)) as store:
         monkeypatch.setattr(KVStore, "__init__", noted)
@@ -226,17 +226,17 @@ def test_what_cannot_be_measured_is_refused(model, text, tmp_path, settings, mes
 
 
 def test_budgets_of_a_method_share_what_is_stored(model, text, tmp_path, monkeypatch):
-    stored = []
+    method_types = []
 
     def counted(*args, real=quality.precompute):
-        stored.append(type(args[-1].method))
+        method_types.append(type(args[-1].method))
         return real(*args)
 
     monkeypatch.setattr(quality, "precompute", counted)
     with KVStore(tmp_path) as store:
         texts, methods = [text, text.flip(0)], ["contiguous_kv", "h2o"]
         store.calibrate_quality(model, texts, methods=methods, budgets=(0.1, 0.3), questions=1, progress=False)
-    assert stored == [kind for kind in (Exact, ContiguousKV, H2O) for _ in texts]
+    assert method_types == [kind for kind in (Exact, ContiguousKV, H2O) for _ in texts]
 
 
 def test_prompts_come_evenly_from_all_texts():
@@ -249,11 +249,11 @@ def test_prompts_come_evenly_from_all_texts():
 
 
 def test_on_the_command_line(run, tmp_path, monkeypatch):
-    measured = []
+    calls = []
 
     def once(*args, real=KVStore.calibrate_quality, **kwargs):
-        measured.extend(() if measured else real(*args, **kwargs))
-        return measured
+        calls.extend(() if calls else real(*args, **kwargs))
+        return calls
 
     monkeypatch.setattr(KVStore, "calibrate_quality", once)
     folder = Path(__file__).parents[2] / "eval" / "reference" / "xs"

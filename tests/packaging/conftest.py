@@ -11,10 +11,10 @@ from filelock import FileLock
 
 @pytest.fixture(scope="session")
 def built(tmp_path_factory, worker_id) -> Built:
-    shared = tmp_path_factory.getbasetemp()
+    shared_folder = tmp_path_factory.getbasetemp()
     if worker_id != "master":
-        shared = shared.parent  # of all workers
-    artifacts = Built(shared / "built")
+        shared_folder = shared_folder.parent  # of all workers
+    artifacts = Built(shared_folder / "built")
     with FileLock(f"{artifacts.folder}.lock"):
         if not (artifacts.folder / "ready").exists():
             shutil.rmtree(artifacts.folder, ignore_errors=True)  # another worker failed midway, and so shall this one

@@ -331,8 +331,8 @@ def test_columns_of_rows_side_by_side(rows, data):
         assert np.array_equal(few, wide)
     else:
         assert at.shape == shape
-        picked = np.take_along_axis(wide_columns, np.broadcast_to(at, (len(rows), at.shape[-1])), 1)
-        assert np.array_equal(picked, few_columns)
+        picked_columns = np.take_along_axis(wide_columns, np.broadcast_to(at, (len(rows), at.shape[-1])), 1)
+        assert np.array_equal(picked_columns, few_columns)
 
 
 @pytest.mark.parametrize(

@@ -207,8 +207,8 @@ def test_cacheblend_computes_what_has_changed_most(share, store):
     values, deviation = kv_of(model, PROMPT)[1][1], {}
     for number, start in PLACES.items():
         alone = kv_of(model, join(BOS, PASSAGES[number]))[1][1][:, :, 1:]
-        changed = (values[:, :, start : start + alone.shape[2]] - alone).square().sum((0, 1, 3))
-        deviation |= {(number, i): float(d) for i, d in enumerate(changed)}
+        changes = (values[:, :, start : start + alone.shape[2]] - alone).square().sum((0, 1, 3))
+        deviation |= {(number, i): float(d) for i, d in enumerate(changes)}
     recomputed_tokens = set(sorted(deviation, key=lambda token: -deviation[token])[: int(share * len(deviation))])
     reused = [
         (start, PASSAGES[number], [i for i in range(len(PASSAGES[number])) if (number, i) not in recomputed_tokens])
@@ -728,13 +728,13 @@ def test_a_damaged_passage_is_computed(store, tmp_path):
     fill(store, model)
     row = next(row for row in store.segments() if row.tokens == len(PASSAGES[0]))
     store.close()
-    with KVStore(tmp_path / "store", engine="posix", host_memory=0) as again:
-        reader = again._storage.disk.reader(row.id)
-        data = bytearray(again._storage.disk.path(row.id).read_bytes())
+    with KVStore(tmp_path / "store", engine="posix", host_memory=0) as second_store:
+        reader = second_store._storage.disk.reader(row.id)
+        data = bytearray(second_store._storage.disk.path(row.id).read_bytes())
         for chunk in range(reader.shape.chunks_in(reader.shape.block_groups[0])):
             data[reader.header.blocks.offset + chunk * reader.shape.block_groups[0].block_bytes] ^= 1
-        again._storage.disk.path(row.id).write_bytes(data)
-        logits, cache = ask(model, again, PROMPT, tune(recompute=0.0))
+        second_store._storage.disk.path(row.id).write_bytes(data)
+        logits, cache = ask(model, second_store, PROMPT, tune(recompute=0.0))
         reused = [(start, PASSAGES[n], range(len(PASSAGES[n]))) for n, start in PLACES.items() if n != 0]
         reference = expected(model, PROMPT, reused)
         torch.testing.assert_close(logits, reference, rtol=0, atol=1e-4 * float(reference.abs().max()))

@@ -238,9 +238,9 @@ def test_cacheblend_attends_in_its_comparing_layer_with_what_it_chose(store, mon
         return forward(self, hidden)
 
     def rows():
-        counted = [record.msg for record in caplog.records if record.name == "rows"]
+        messages = [record.msg for record in caplog.records if record.name == "rows"]
         caplog.clear()
-        return counted
+        return messages
 
     monkeypatch.setattr(kind, "forward", counted)
     fill(store, model, method=tune())

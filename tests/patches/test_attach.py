@@ -204,8 +204,8 @@ def test_an_attached_model_can_be_saved_and_loaded(tmp_path):
     model = build("llama")
     attach(model)
     model.save_pretrained(tmp_path / "saved")
-    again = type(model).from_pretrained(tmp_path / "saved").eval()
-    assert torch.equal(model(prompt(20)).logits, again(prompt(20)).logits)
+    reloaded_model = type(model).from_pretrained(tmp_path / "saved").eval()
+    assert torch.equal(model(prompt(20)).logits, reloaded_model(prompt(20)).logits)
 
 
 def test_an_attached_model_can_be_exported():
@@ -426,9 +426,9 @@ def test_a_path_whose_store_was_closed_is_opened_again(tmp_path):
     cache = TieredCache(model, tmp_path)
     model.generate(ids, past_key_values=cache, **GREEDY)
     cache.store.close()
-    again = TieredCache(model, tmp_path)
-    assert torch.equal(model.generate(ids, past_key_values=again, **GREEDY), model.generate(ids, **GREEDY))
-    assert again.stats.tokens_restored == 48
+    second_cache = TieredCache(model, tmp_path)
+    assert torch.equal(model.generate(ids, past_key_values=second_cache, **GREEDY), model.generate(ids, **GREEDY))
+    assert second_cache.stats.tokens_restored == 48
     detach(model)
 
 

@@ -93,14 +93,14 @@ def test_query_heads_share_keys_only_where_that_gives_the_same_bits(dtype, can_s
     """PyTorch 2.8 computes shared keys with plain arithmetic, whose bits differ."""
     if not can_share:
         monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *tensors, **options: int(SDPBackend.MATH.value))
-    generator, shared = torch.Generator().manual_seed(0), []
+    generator, shared_flags = torch.Generator().manual_seed(0), []
     query, keys, values = (torch.randn(2, heads, 70, 16, generator=generator).to(dtype) for heads in (4, 2, 2))
     mask = torch.ones(70, 70, dtype=torch.bool).tril()[None, None]
     module = SimpleNamespace(num_key_value_groups=2, is_causal=True)
     kernel = torch.nn.functional.scaled_dot_product_attention
 
     def noting(query, keys, *args, **options):
-        shared.append(keys.shape[1] == 2)
+        shared_flags.append(keys.shape[1] == 2)
         return kernel(query, keys, *args, **options)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noting)
@@ -108,4 +108,4 @@ def test_query_heads_share_keys_only_where_that_gives_the_same_bits(dtype, can_s
     output, _ = attention._attend(sdpa_attention_forward, module, AttentionCall(query, keys, values, mask, None), {})
     expected, _ = sdpa_attention_forward(module, query, keys, values, mask)
     assert torch.equal(output, expected)
-    assert shared == [kernel_choice != SDPBackend.MATH.value, False]
+    assert shared_flags == [kernel_choice != SDPBackend.MATH.value, False]

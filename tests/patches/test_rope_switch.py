@@ -36,15 +36,15 @@ def test_around_the_length_at_which_rope_switches_logits_are_plain_ones(rope, tm
         with torch.no_grad():
             return model(ids, past_key_values=cache, logits_to_keep=1).logits
 
-    for stored in (80, SWITCH, SWITCH + 32):
-        with KVStore(tmp_path / f"{stored}", engine="posix") as store:
-            logits(prompt(stored), TieredCache(model, store))
+    for stored_tokens in (80, SWITCH, SWITCH + 32):
+        with KVStore(tmp_path / f"{stored_tokens}", engine="posix") as store:
+            logits(prompt(stored_tokens), TieredCache(model, store))
             for tokens in (SWITCH - 1, SWITCH, SWITCH + 1, SWITCH + 48):
                 logits(prompt(8))  # frequencies that have grown with a longer prompt stay until a short one
                 ids, cache = prompt(SWITCH + 48)[:, :tokens], TieredCache(model, store, record=False)
                 fresh = build("llama", **ROPES[rope])
                 assert torch.allclose(logits(ids, cache), logits(ids, model=fresh), atol=1e-5)
-                same_side = (stored <= SWITCH) == (tokens <= SWITCH)
+                same_side = (stored_tokens <= SWITCH) == (tokens <= SWITCH)
                 assert cache.stats.tokens_restored == 0 if rope == "longrope" and not same_side else True
 
 

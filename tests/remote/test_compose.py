@@ -47,9 +47,9 @@ def check(address: str) -> None:
             except OSError:  # the pool has no memory yet
                 assert time.monotonic() < deadline
                 time.sleep(0.2)
-        stored = remote.find_object("segments/a.kv")
-        assert stored is not None
-        assert remote.get_object("segments/a.kv", stored.version, 0, 7) == b"content"
+        metadata = remote.find_object("segments/a.kv")
+        assert metadata is not None
+        assert remote.get_object("segments/a.kv", metadata.version, 0, 7) == b"content"
     finally:
         remote.close()
 

@@ -127,12 +127,12 @@ def test_a_new_commit_is_seen_after_a_while(model, repository, tmp_path, monkeyp
     assert remote.records.names(ENTRY) == []
     monkeypatch.setattr(hub, "_LISTED_SECONDS", 0.0)
     (name, *_) = remote.records.names(ENTRY)
-    stored = remote.find_object(f"{ENTRY.folder}/{name}")
+    metadata = remote.find_object(f"{ENTRY.folder}/{name}")
     path = repository.root / "kv" / ENTRY.folder / name
     path.write_bytes(path.read_bytes()[:-1] + b"!")
     repository.commit = "c3"
     with pytest.raises(FileNotFoundError, match="replaced"):
-        remote.get_object(f"{ENTRY.folder}/{name}", stored.version, 0, 10)
+        remote.get_object(f"{ENTRY.folder}/{name}", metadata.version, 0, 10)
 
 
 @pytest.mark.parametrize("ranges", [True, False])

@@ -57,9 +57,9 @@ def test_a_segment_that_another_thread_stores_again_during_the_deletion(tmp_path
         remove = disk.remove
 
         def remove_and_store_again(names):
-            removed = remove(names)
+            num_removed = remove(names)
             disk.publish(*AGAIN)  # in another thread
-            return removed
+            return num_removed
 
         monkeypatch.setattr(disk, "remove", remove_and_store_again)
         store.remove([AGAIN[0].id])

@@ -107,9 +107,9 @@ def test_writes_are_tried_again_after_a_probe_that_sent_nothing(model, machine):
     assert writes._breaker.is_open
     remote.errors.clear()
     writes._breaker._until = 0.0
-    removed = [row.id for row in store.segments()][:1]
-    storage_of(store).disk.remove(removed)
-    writes.offer(removed)  # evicted before it is sent
+    removed_ids = [row.id for row in store.segments()][:1]
+    storage_of(store).disk.remove(removed_ids)
+    writes.offer(removed_ids)  # evicted before it is sent
     store.flush()
     writes._breaker._until = 0.0
     share(model, store, PROMPTS[3])

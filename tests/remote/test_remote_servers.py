@@ -258,8 +258,8 @@ def test_an_s3_server_that_is_killed(model, tmp_path, pace, monkeypatch):
             for ids in PROMPTS[1:]:
                 check(model, reader, ids, tokens_restored=0)
             stats = reader.stats.remote
-            refused = len(PROMPTS) - 1 - link._FAILURES
-            assert stats.misses == {link.FAILED: link._FAILURES, link.UNAVAILABLE: refused}
+            num_refused = len(PROMPTS) - 1 - link._FAILURES
+            assert stats.misses == {link.FAILED: link._FAILURES, link.UNAVAILABLE: num_refused}
 
 
 def test_a_redis_value_of_another_type_is_not_read_replaced_or_deleted(tmp_path):

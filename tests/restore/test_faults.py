@@ -91,8 +91,8 @@ def test_a_bit_flipped_in_any_region(model, root, region):
     flip(path, REGIONS[region](reader))
     with KVStore(root) as store:
         stats = ask(model, store)
-        counted = store.stats
-        assert counted.verification_failures >= 1
+        store_stats = store.stats
+        assert store_stats.verification_failures >= 1
         if "block" in region:
             assert stats.details.verification_failures == 1
             assert stats.details.recomputed == 1
@@ -100,7 +100,7 @@ def test_a_bit_flipped_in_any_region(model, root, region):
         store.flush()
         assert ask(model, store).tokens_restored == 144  # stored anew
         ask(model, store, OTHER)
-        assert store.stats.verification_failures == counted.verification_failures
+        assert store.stats.verification_failures == store_stats.verification_failures
     with KVStore(root) as store:
         assert ask(model, store).tokens_restored == 144
         assert ask(model, store, OTHER).tokens_restored == 96  # the other segment was never lost
@@ -387,10 +387,10 @@ def test_an_error_in_the_model_leaves_the_cache_as_it_was(model, root):
     """The same cache serves the pass after the failed one."""
     with KVStore(root) as store:
         cache = TieredCache(model, store, record=False)
-        broken = model.model.layers[3].mlp.register_forward_pre_hook(raising)
+        hook = model.model.layers[3].mlp.register_forward_pre_hook(raising)
         with pytest.raises(RuntimeError, match="planted"):
             model.generate(IDS, past_key_values=cache, **GREEDY)
-        broken.remove()
+        hook.remove()
         assert cache.get_seq_length() == 0
         output = model.generate(IDS, past_key_values=cache, **GREEDY)
         assert torch.equal(output.sequences, model.generate(IDS, **GREEDY).sequences)

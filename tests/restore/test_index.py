@@ -48,8 +48,8 @@ def row(number: int, hashes: list[bytes], usable: int | None = None) -> SegmentR
 def test_prefix_hashes_are_equal_exactly_as_far_as_tokens_are(a, b):
     first, second = HASHER.hashes(tokens(a)), HASHER.hashes(tokens(b))
     common = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-    shared = next((i for i, (x, y) in enumerate(zip(first, second, strict=False)) if x != y), min(len(a), len(b)))
-    assert shared == common
+    num_shared = next((i for i, (x, y) in enumerate(zip(first, second, strict=False)) if x != y), min(len(a), len(b)))
+    assert num_shared == common
 
 
 @given(words, words, st.integers(0, HASH_TOKENS - 1))
@@ -92,10 +92,10 @@ def test_prefix_hashes_do_not_depend_on_the_kind_of_integers():
 
 def brute_force(hashes, rows):
     """Return the maximum number of prefix hashes covered by segments that begin anywhere in the covered part."""
-    covered = 0
+    num_covered = 0
     while True:
-        reach = covered
-        for start in range(covered + 1):
+        reach = num_covered
+        for start in range(num_covered + 1):
             for r in rows:
                 chain = [r.chain[i : i + 16] for i in range(0, r.valid_hashes * 16, 16)]
                 n = 0
@@ -103,9 +103,9 @@ def brute_force(hashes, rows):
                     n += 1
                 if n:
                     reach = max(reach, start + n)
-        if reach == covered:
-            return covered
-        covered = reach
+        if reach == num_covered:
+            return num_covered
+        num_covered = reach
 
 
 segments = st.lists(st.tuples(words.filter(bool), st.integers(0, 7), st.integers(0, 8)), max_size=10)

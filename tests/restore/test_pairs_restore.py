@@ -155,12 +155,12 @@ def test_a_front_that_is_missing_is_computed_and_the_rest_is_restored(family, co
         )  # a token's, k and v
         factors = 2 * 2 * 4  # of one layer: both tensors, two heads
         sizes = {layer: PREFIX - front for layer, front in enumerate(FRONTS)}
-        shared = {pair: len(np.setdiff1d(np.arange(FRONTS[pair[0]], PREFIX), RETAINED[pair])) for pair in PAIRS}
-        expected = sum(sizes[layer] * vector for layer in sizes) - sum(count * vector for count in shared.values())
+        counts = {pair: len(np.setdiff1d(np.arange(FRONTS[pair[0]], PREFIX), RETAINED[pair])) for pair in PAIRS}
+        expected = sum(sizes[layer] * vector for layer in sizes) - sum(count * vector for count in counts.values())
         if codec == "raw":
-            expected += sum(2 * count * factors for count in shared.values())
+            expected += sum(2 * count * factors for count in counts.values())
         else:
-            expected += sum(count * factors for count in shared.values())
+            expected += sum(count * factors for count in counts.values())
         assert stats.details.bytes_used == expected
         assert stats.read_amplification < 4  # tiny blocks, padded to 4 KiB
 
@@ -191,9 +191,9 @@ def test_what_was_merged_goes_on_and_is_merged_again(family, tmp_path, monkeypat
         assert cache.stats.tokens_restored == 160
         assert_same(after, before)
         suspend(store)
-        again, cache = ask(model, store, question(ids), method)
+        second_output, cache = ask(model, store, question(ids), method)
         assert cache.stats.tokens_restored == 160
-        assert not torch.equal(again.logits[0], after.logits[0])
+        assert not torch.equal(second_output.logits[0], after.logits[0])
 
 
 def test_what_a_method_leaves_out_is_computed_all_the_same(tmp_path):
@@ -330,9 +330,9 @@ def test_the_rest_of_a_store_goes_by_such_segments_unharmed(tmp_path, run):
         assert sum(lookup.bytes.values()) == reader.shape.blocks_bytes
         store._storage.residency.clear()
         assert store.warm(model, longer, method=method, progress=False).bytes["host"] == reader.shape.blocks_bytes
-        again, cache = ask(model, store, question(ids), method)
+        second_output, cache = ask(model, store, question(ids), method)
         assert cache.stats.tier == "host" and cache.stats.bytes_read == 0
-        assert_same(again, expected)
+        assert_same(second_output, expected)
     assert "paired" in run("ls", tmp_path)[1]
     _, out, _ = run("stat", tmp_path, reader.id[:8])
     assert "merged layers: 1 with 4, 2 with 3" in out and "merged keys and values" in out
@@ -355,8 +355,8 @@ def test_half_of_the_layers_in_pairs_take_three_quarters(tmp_path):
             raw = store._storage.disk.reader(row.id).shape.blocks_bytes
             shape = suspend(store, pairs, (0,) * 8, retained).shape
             block = 16 * 4 * vector * 2  # a chunk's tokens, heads and tensors
-            merged = block + 16 * 4 * 2 * 4 * (2 if codec == "raw" else 1)  # with both layers' factors
-            block, merged = aligned(block, BLOCK_ALIGNMENT), aligned(merged, BLOCK_ALIGNMENT)
+            merged_bytes = block + 16 * 4 * 2 * 4 * (2 if codec == "raw" else 1)  # with both layers' factors
+            block, merged_bytes = aligned(block, BLOCK_ALIGNMENT), aligned(merged_bytes, BLOCK_ALIGNMENT)
             assert raw == 8 * 32 * block
-            assert shape.blocks_bytes == 4 * 32 * block + 4 * 2 * block + 2 * 31 * merged
+            assert shape.blocks_bytes == 4 * 32 * block + 4 * 2 * block + 2 * 31 * merged_bytes
             assert 0.75 < shape.blocks_bytes / raw < 0.87

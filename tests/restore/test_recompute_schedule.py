@@ -117,19 +117,19 @@ def test_every_layer_has_the_kv_and_the_hidden_states_that_it_needs(windows, geo
         return
     plan = plain.with_recompute_lengths(fronts.tolist())  # which refuses columns that the layer before does not compute
     assert plan.restored_until == until and plan.suffix is None and plan.restored_tokens == until
-    loaded = {layer: set() for layer in range(len(windows))}
+    loaded_rows = {layer: set() for layer in range(len(windows))}
     for block_group in block_groups(layout, geometry):
         for layer in block_group.layers:
             fetched_tokens = plan.tokens_to_restore(block_group, group, piece)
             used_tokens = plan.tokens_to_restore(block_group, group, piece, layer)
             assert np.isin(used_tokens, fetched_tokens).all()
-            loaded[layer] |= set(used_tokens.tolist())
+            loaded_rows[layer] |= set(used_tokens.tolist())
     for layer, window in enumerate(windows):
         front, computed_tokens = fronts[layer], set(plan.computed[layer].tolist())
         assert computed_tokens == {*range(front), *range(until, columns)}
         visible_tokens = set(range(max(0, until - window + 1) if window else 0, until))  # by the suffix
-        assert visible_tokens <= loaded[layer] | computed_tokens
-        assert loaded[layer] <= visible_tokens - computed_tokens  # and nothing for nothing
+        assert visible_tokens <= loaded_rows[layer] | computed_tokens
+        assert loaded_rows[layer] <= visible_tokens - computed_tokens  # and nothing for nothing
 
 
 @given(
@@ -145,8 +145,8 @@ def test_the_two_streams_take_as_long_as_one_step_after_the_other(chunks, suffix
         loads.append(Load(layers, np.arange(16, tokens + 1, 16), np.full(chunks, cost)))
         first += count
     streams = Streams(tokens, suffix, lambda n: 0.1 * n + 0.001 * n**2, 0.01, tuple(loads))
-    tried = recompute_lengths(tokens, np.array(ratios), first, [load.layers for load in loads])
-    for took, front in zip(streams.seconds(tried), tried, strict=True):
+    lengths = recompute_lengths(tokens, np.array(ratios), first, [load.layers for load in loads])
+    for took, front in zip(streams.seconds(lengths), lengths, strict=True):
         finish = loaded = 0.0
         for load, (_, cost) in zip(loads, groups, strict=True):
             loaded += cost * sum(end > front[load.layers[-1]] for end in load.ends)
@@ -466,11 +466,11 @@ def test_what_is_computed_behind_it_is_stored(tmp_path, family):
         del cache
         store.flush()
         assert sum(row.tokens for row in store.segments()) == STORED + 80
-        again, logits = ask(model, store, ids, 0.0)
-        assert again.stats.tokens_restored == STORED + 80
+        second_cache, logits = ask(model, store, ids, 0.0)
+        assert second_cache.stats.tokens_restored == STORED + 80
         with torch.no_grad():
             close(logits, model(input_ids=ids, logits_to_keep=2).logits)
-        for layer, (keys, values) in zip(again.layers, kv_of(model, ids), strict=True):
+        for layer, (keys, values) in zip(second_cache.layers, kv_of(model, ids), strict=True):
             num_positions = layer.keys.shape[2]
             torch.testing.assert_close(layer.keys, keys[:, :, -num_positions:], rtol=0, atol=1e-4)
             torch.testing.assert_close(layer.values, values[:, :, -num_positions:], rtol=0, atol=1e-4)

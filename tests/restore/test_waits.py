@@ -123,10 +123,10 @@ def ask(model, store, ids, method, new):
 
 
 def waits(model, store, ids, method, new=1):
-    with Waits() as counted:
+    with Waits() as wait_counts:
         cache = ask(model, store, ids, method, new)
     assert cache.stats.host.blocks > 0
-    return counted
+    return wait_counts
 
 
 BUDGET = {"per_head": False, "reorder": False, "period": 2}
@@ -234,11 +234,11 @@ def test_the_waits_of_each_method_are_those_of_the_docs(model, tmp_path, name):
     method, of_prompt, of_token = DOCUMENTED[name]
     page = (Path(__file__).parents[2] / "docs/architecture.md").read_text()
     assert f"| `{name}` | {of_prompt} | {of_token} |" in page
-    passages, stored = isinstance(method, Passages), [prompt(64, seed=seed)[0] for seed in (11, 12, 13)]
-    ids, counts = torch.cat([*stored, prompt(24, seed=5)[0]])[None], []
+    passages, prompts = isinstance(method, Passages), [prompt(64, seed=seed)[0] for seed in (11, 12, 13)]
+    ids, counts = torch.cat([*prompts, prompt(24, seed=5)[0]])[None], []
     with KVStore(tmp_path, engine="posix") as store:
         store.precompute(
-            model, stored if passages else torch.cat(stored), passages=passages, method=method, progress=False
+            model, prompts if passages else torch.cat(prompts), passages=passages, method=method, progress=False
         )
         for new in (1, 4, 6):
             ask(model, store, ids, method, new)

@@ -243,17 +243,19 @@ def test_a_larger_count_only_adds(kind):
 def test_the_same_twice_and_after_storing(kind):
     keys, query, chunk_tokens = case(2, 2, 2, 8, 4, [130, 50])
     first, second = (built(kind, keys, chunk_tokens) for _ in range(2))
-    stored = [DECODE_INDEXES[kind].from_tensors(index.tensors(), index.chunk_tokens) for index in first]
+    stored_indexes = [DECODE_INDEXES[kind].from_tensors(index.tensors(), index.chunk_tokens) for index in first]
     expected = rank(first, query, None, 9)
-    for indexes in (second, stored):
+    for indexes in (second, stored_indexes):
         assert torch.equal(rank(indexes, query, None, 9), expected)
         assert all(
             torch.equal(tensor, index.tensors()[name])
             for index, again in zip(first, indexes, strict=True)
             for name, tensor in again.tensors().items()
         )
-    assert [index.chunks for index in stored] == [index.chunks for index in first]
-    assert [index.nbytes for index in stored] == [sum(t.nbytes for t in index.tensors().values()) for index in first]
+    assert [index.chunks for index in stored_indexes] == [index.chunks for index in first]
+    assert [index.nbytes for index in stored_indexes] == [
+        sum(t.nbytes for t in index.tensors().values()) for index in first
+    ]
 
 
 @pytest.mark.parametrize("kind", ["page_bounds", "chunk_means", "keys", "random"])
@@ -361,13 +363,13 @@ def test_planted_clusters_are_found(kind):
 
 
 def test_a_random_choice_follows_the_query_and_is_even():
-    index, again = RandomIndex.build(torch.ones(2, 400, 4), 4), RandomIndex.build(torch.ones(2, 400, 4), 4)
+    index, second_index = RandomIndex.build(torch.ones(2, 400, 4), 4), RandomIndex.build(torch.ones(2, 400, 4), 4)
     generator = torch.Generator().manual_seed(3)
     times = torch.zeros(2, 200)
     for _ in range(300):
         query = torch.randn(2, 1, 4, generator=generator)
-        chunks = rank([index, again], query, None, 20)
-        assert torch.equal(chunks, rank([again, index], query, None, 20))
+        chunks = rank([index, second_index], query, None, 20)
+        assert torch.equal(chunks, rank([second_index, index], query, None, 20))
         times.scatter_add_(1, chunks, torch.ones(2, 20))
     assert (times - 30).abs().max() < 25  # 30 each on average, by 5.2 off as a rule
 
@@ -410,8 +412,8 @@ def test_an_index_of_float32_keys_is_rounded_and_selects_nearly_the_same():
 def test_half_precision_keys(kind):
     keys, query, chunk_tokens = case(2, 2, 1, 8, 4, [203])
     index = built(kind, [keys[0].bfloat16()], chunk_tokens)[0]
-    stored = [tensor for tensor in index.tensors().values() if tensor.is_floating_point()]
-    assert all(tensor.dtype == torch.bfloat16 for tensor in stored if tensor.shape[-1] >= 8 and tensor.dim() == 3)
+    tensors = [tensor for tensor in index.tensors().values() if tensor.is_floating_point()]
+    assert all(tensor.dtype == torch.bfloat16 for tensor in tensors if tensor.shape[-1] >= 8 and tensor.dim() == 3)
     chunks = rank([index], query.bfloat16(), None, index.chunks)
     assert chunks.sort(dim=1).values.tolist() == [list(range(index.chunks))] * 2
 
@@ -427,9 +429,9 @@ def test_clusters_of_tokens_have_chunks_of_one():
 def test_merged_indexes_rank_as_the_several_do(kind, shape):
     keys, query, chunk_tokens = case(*shape)
     indexes = built(kind, keys, chunk_tokens)
-    merged = DECODE_INDEXES[kind].merged(indexes)
+    merged_index = DECODE_INDEXES[kind].merged(indexes)
     total = sum(index.chunks for index in indexes)
-    assert sum(index.chunks for index in merged) == total
-    assert len(merged) == 1 or not issubclass(DECODE_INDEXES[kind], ClusterIndex)
+    assert sum(index.chunks for index in merged_index) == total
+    assert len(merged_index) == 1 or not issubclass(DECODE_INDEXES[kind], ClusterIndex)
     for count in counts_of(total):
-        assert torch.equal(rank(merged, query, 0.7, count), rank(indexes, query, 0.7, count))
+        assert torch.equal(rank(merged_index, query, 0.7, count), rank(indexes, query, 0.7, count))

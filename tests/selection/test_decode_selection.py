@@ -112,12 +112,12 @@ def test_each_token_attends_to_what_was_chosen_for_it(family, changes, store, ch
     chosen.clear()
     full_ids = question(ids)
     result, cache = ask(model, store, full_ids, method)
-    tokens_restored, stored = cache.stats.tokens_restored, kv_of(model, ids)
+    tokens_restored, stored_kv = cache.stats.tokens_restored, kv_of(model, ids)
     assert tokens_restored == 192
-    layers = len(stored)
+    layers = len(stored_kv)
     periods = in_groups(range(layers), method.period, method.solo_layers)
     choices, logits, inputs, position = iter(chosen), [], full_ids[:, tokens_restored:], tokens_restored
-    own = [(k[:, :, :0], v[:, :, :0]) for k, v in stored]
+    own = [(k[:, :, :0], v[:, :, :0]) for k, v in stored_kv]
     choice: list[np.ndarray] = []  # of each period, [sets, tokens]
     replacements: list[int] = []
     for step in range(NEW):
@@ -132,7 +132,7 @@ def test_each_token_attends_to_what_was_chosen_for_it(family, changes, store, ch
         reference, attended = DynamicCache(config=model.config), choice[0].shape[1]
         for period, tokens in zip(periods, choice, strict=True):
             for layer in period:
-                pairs = zip(stored[layer], own[layer], strict=True)
+                pairs = zip(stored_kv[layer], own[layer], strict=True)
                 put(reference.layers[layer], *(torch.cat([of_sets(all_, tokens), part], 2) for all_, part in pairs))
         positions = torch.arange(position, position + inputs.shape[1]).unsqueeze(0)
         with torch.no_grad():
@@ -145,7 +145,7 @@ def test_each_token_attends_to_what_was_chosen_for_it(family, changes, store, ch
     assert 0 < len(replacements) <= (len(chosen) - len(periods)) * len(choice[0]) - bool(method.gain)
     for step_logits, expected in zip(result.logits, logits, strict=True):
         torch.testing.assert_close(step_logits, expected, rtol=0, atol=1e-5)
-    holds_what_it_says(cache, stored)
+    holds_what_it_says(cache, stored_kv)
 
 
 @pytest.mark.parametrize("host_memory", [0, 40_000, 1 << 24])
@@ -197,22 +197,22 @@ def test_rows_of_a_batch_are_what_they_are_alone(model, method, store):
     assert cache.stats.tokens_restored > 300
     for a, b in zip(together.logits, alone.logits, strict=True):
         torch.testing.assert_close(a[:1], b, rtol=0, atol=1e-4)
-    again, _ = ask(model, store, batch, method, attention_mask=mask)
-    assert torch.equal(again.sequences, together.sequences)
+    second_output, _ = ask(model, store, batch, method, attention_mask=mask)
+    assert torch.equal(second_output.sequences, together.sequences)
 
 
 def test_forks_choose_apart(model, method, store, erratic):
     ids = prompt(PREFIX)
     store.precompute(model, ids, method=method, progress=False)
-    stored = kv_of(model, ids)
+    stored_kv = kv_of(model, ids)
     _, cache = ask(model, store, question(ids), method)
     before = [layer.keys.clone() for layer in cache.layers]
     twin = cache.fork()
     decode(model, twin, 5)
     assert all(torch.equal(layer.keys, keys) for layer, keys in zip(cache.layers, before, strict=True))
     decode(model, cache, 3, seed=11)
-    holds_what_it_says(twin, stored)
-    holds_what_it_says(cache, stored)
+    holds_what_it_says(twin, stored_kv)
+    holds_what_it_says(cache, stored_kv)
 
 
 def test_a_pass_that_fails_may_be_run_again(model, method, store, erratic):
@@ -237,7 +237,7 @@ def test_a_disk_that_fails_while_decoding_leaves_what_was_chosen(model, method, 
     with KVStore(tmp_path, engine="posix", host_memory=0) as store:
         store.precompute(model, ids, method=method, progress=False)
         _, cache = ask(model, store, question(ids), method)
-        stored, rows = kv_of(model, ids), [layer._rows[0].window.columns for layer in cache.layers]
+        stored_kv, rows = kv_of(model, ids), [layer._rows[0].window.columns for layer in cache.layers]
 
         def fails(*args, **kwargs):
             raise OSError("gone")
@@ -245,7 +245,7 @@ def test_a_disk_that_fails_while_decoding_leaves_what_was_chosen(model, method, 
         monkeypatch.setattr(store._storage.disk.backend.engine, "submit", fails)
         decode(model, cache, 3)
         assert "the current selection is kept" in caplog.text
-        holds_what_it_says(cache, stored)
+        holds_what_it_says(cache, stored_kv)
         assert all(
             (layer._rows[0].window.columns == columns).all() for layer, columns in zip(cache.layers, rows, strict=True)
         )

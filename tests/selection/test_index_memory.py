@@ -117,16 +117,16 @@ def test_pieces_are_held_once(model, tmp_path, existing_bytes):
         logits, built = answered(model, store, ids, IN_PIECES)
         assert built.details.index_seconds > 0
         assert existing_bytes() == store.stats.index.bytes == built.details.index_bytes
-        again, stats = answered(model, store, ids, IN_PIECES)
-        assert torch.equal(again, logits)
+        second_output, stats = answered(model, store, ids, IN_PIECES)
+        assert torch.equal(second_output, logits)
         assert (stats.details.index_seconds, stats.details.bytes_identifying) == (0, 0)
         computed(model, store, longer, IN_PIECES)
-        grown, added = answered(model, store, longer, IN_PIECES)  # of the merged pieces and one more
-        assert existing_bytes() == store.stats.index.bytes == added.details.index_bytes > built.details.index_bytes
+        longer_output, new_stats = answered(model, store, longer, IN_PIECES)  # of the merged pieces and one more
+        assert existing_bytes() == store.stats.index.bytes == new_stats.details.index_bytes > built.details.index_bytes
     with KVStore(tmp_path, engine="posix", index_memory="1MiB") as store:
-        assert torch.equal(answered(model, store, longer, IN_PIECES)[0], grown)
+        assert torch.equal(answered(model, store, longer, IN_PIECES)[0], longer_output)
         assert torch.equal(answered(model, store, ids, IN_PIECES)[0], logits)  # its own pieces are read again
-        assert torch.equal(answered(model, store, longer, IN_PIECES)[0], grown)
+        assert torch.equal(answered(model, store, longer, IN_PIECES)[0], longer_output)
 
 
 def test_an_evicted_layer_leaves_nothing_behind(model, tmp_path, existing_bytes):

@@ -292,8 +292,8 @@ class Soak:
             return []
         first, last = samples[0][0], samples[-1][0]
         quarters: list[list[int]] = [[], [], [], []]
-        for when, rss in samples:
-            quarters[min(3, int(4 * (when - first) / (last - first)))].append(rss)
+        for seconds, rss in samples:
+            quarters[min(3, int(4 * (seconds - first) / (last - first)))].append(rss)
         return [sum(quarter) // max(1, len(quarter)) for quarter in quarters]
 
     def growth(self) -> int | None:
@@ -336,7 +336,7 @@ class Soak:
 
 def page(runs: list[dict[str, Any]], about: dict[str, Any]) -> str:
     """Return the page in Markdown, with a column for each run."""
-    named = {
+    row_keys = {
         "requests compared with DynamicCache": "requests",
         "tokens restored for them": "tokens_restored",
         "changes of a model": "changes",
@@ -352,7 +352,7 @@ def page(runs: list[dict[str, Any]], about: dict[str, Any]) -> str:
         "segments damaged, by a bit or by pages": "flip",
         "catalogues deleted": "lose_catalogue",
     }
-    rows = [[name, *(str(run["counts"].get(key, 0)) for run in runs)] for name, key in named.items()]
+    rows = [[name, *(str(run["counts"].get(key, 0)) for run in runs)] for name, key in row_keys.items()]
     rows += [
         ["models", *(", ".join(run["families"]) for run in runs)],
         ["longest request", *(f"{run['longest_seconds'].get('request', 0)} s" for run in runs)],

@@ -24,9 +24,9 @@ names = st.binary(min_size=1, max_size=20).filter(
 def test_an_encoded_address_names_any_file(name):
     path = os.path.realpath(b"/data/" + name)
     for address in (f"file:///data/{quote_from_bytes(name)}", f"sqlite://data/..//data/{quote_from_bytes(name)}"):
-        named = path_in(address)
-        assert named is not None
-        assert os.fsencode(named).endswith(path)
+        parsed_path = path_in(address)
+        assert parsed_path is not None
+        assert os.fsencode(parsed_path).endswith(path)
 
 
 @given(

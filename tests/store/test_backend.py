@@ -94,8 +94,8 @@ def test_of_an_empty_place_nothing_is_found(backend):
 def test_what_is_written_is_found_and_read(backend):
     put(backend)
     assert backend.names() == [A]
-    stored = backend.find(A)
-    assert (stored.size, stored.nbytes >= SIZE) == (SIZE, True)
+    metadata = backend.find(A)
+    assert (metadata.size, metadata.nbytes >= SIZE) == (SIZE, True)
     assert whole(backend) == DATA
     file = opened(backend)
     first, second = aligned_bytes(4096), aligned_bytes(4096)
@@ -118,17 +118,17 @@ def test_a_head_is_as_long_as_its_first_page_says(backend):
     put(backend)
     calls = []
 
-    def length(stored, page):
-        calls.append((stored, page))
+    def length(metadata, page):
+        calls.append((metadata, page))
         return 8192
 
-    stored, head = backend.head(A, length)
-    assert (stored, head) == (backend.find(A), DATA[:8192])
-    assert backend.open(A, length)[:2] == (stored, head)
-    assert calls == 2 * [(stored, DATA[:4096])]
+    metadata, head = backend.head(A, length)
+    assert (metadata, head) == (backend.find(A), DATA[:8192])
+    assert backend.open(A, length)[:2] == (metadata, head)
+    assert calls == 2 * [(metadata, DATA[:4096])]
     assert backend.head(A, lambda *_: 10 * SIZE)[1] == DATA  # fewer only where it ends
     put(backend, B, b"short")
-    assert backend.head(B, lambda stored, page: len(page))[1] == b"short"
+    assert backend.head(B, lambda metadata, page: len(page))[1] == b"short"
 
     def refuse(*_):
         raise FormatError("no segment")
@@ -277,22 +277,22 @@ def test_usage_is_what_lies_beside_the_segments(backend):
 def test_the_lock_is_for_one_at_a_time(backend, monkeypatch):
     monkeypatch.setattr(folder, "_LOCK_SECONDS", 0.2)  # what is waited next, once it was had
     monkeypatch.setattr(objects, "_LOCK_SECONDS", 0.2)
-    refused = []
+    errors = []
 
     def other():
         try:
             with backend.locked():
                 pass
         except StoreBusyError as error:
-            refused.append(error)
+            errors.append(error)
 
     with backend.locked():
         thread = threading.Thread(target=other)
         thread.start()
         thread.join()
-    assert len(refused) == 1
+    assert len(errors) == 1
     other()
-    assert len(refused) == 1
+    assert len(errors) == 1
 
 
 @pytest.mark.parametrize(

@@ -272,9 +272,9 @@ def test_what_is_stored_with_one_codec_is_found_with_no_other(stored, method_cod
         )
         assert store.lookup(model, ids, method=Exact(codec=method_codec)).stored == 0 < store.lookup(model, ids).stored
     with opened(root, method_codec) as store:
-        again, stats = ask(model, store, ids)
+        second_output, stats = ask(model, store, ids)
         assert stats.tokens_restored == 0
-        assert_same(again, plain)
+        assert_same(second_output, plain)
         assert_same(plain, model.generate(ids, **GREEDY))
         store.precompute(model, ids, progress=False)
         assert {codec_in(row.provenance) for row in store.segments()} == {stored, method_codec}
@@ -363,8 +363,8 @@ def test_any_geometry_gives_the_same_bits(codec, geometry, root):
         output, stats = ask(model, store, ids)
         assert stats.tokens_restored == 144
         assert_same(output, reference_output)
-        again = fields_in(store)
-        assert all(torch.equal(a, b) for name in fields for a, b in zip(fields[name], again[name], strict=True))
+        new_fields = fields_in(store)
+        assert all(torch.equal(a, b) for name in fields for a, b in zip(fields[name], new_fields[name], strict=True))
 
 
 def fields_in(store):

@@ -432,8 +432,8 @@ def test_a_store_without_the_key_leaves_files_alone(root, model, caplog):
             assert (report.segments, report.unread, report.bad) == (0, 2, {})
             assert store.gc().damaged == 0
             assert store.relayout(ContiguousKV(), progress=False) == 0
-            counted = store.stats
-            assert (counted.other_key_files, counted.verification_failures, counted.segments) == (2 + 2, 0, 2)
+            counts = store.stats
+            assert (counts.other_key_files, counts.verification_failures, counts.segments) == (2 + 2, 0, 2)
     assert {path: path.read_bytes() for path in files(root)} == before
     assert "without a key" in caplog.text
 
@@ -762,11 +762,11 @@ def test_commands_that_store_take_the_key(run, tmp_path, model, key_file, monkey
     import hf_tiered_cache.integrations.serve as serving
 
     model.save_pretrained(tmp_path / "model")
-    opened = []
-    monkeypatch.setattr(serving, "serve", lambda name, store, method, **options: opened.append(store.encrypted))
+    flags = []
+    monkeypatch.setattr(serving, "serve", lambda name, store, method, **options: flags.append(store.encrypted))
     common = ("--store", tmp_path / "served", "--key-file", key_file)
     assert run("serve", tmp_path / "model", *common)[0] == 0
-    assert opened == [True]
+    assert flags == [True]
 
     keys = set()
     add = Catalogue.add

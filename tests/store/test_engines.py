@@ -67,7 +67,7 @@ def test_a_plan_covers_every_byte_once_and_keeps_its_bounds(page_runs):
         for i, (first, count) in enumerate(page_runs)
     ]
     calls = coalesce(ops)
-    covered: dict[int, tuple[EngineFile, int]] = {}
+    covered_ranges: dict[int, tuple[EngineFile, int]] = {}
     for call in calls:
         assert call.nbytes <= MAX_CALL_BYTES
         assert len(call.pieces) <= MAX_IOVECS
@@ -79,8 +79,8 @@ def test_a_plan_covers_every_byte_once_and_keeps_its_bounds(page_runs):
             else:
                 for byte in range(0, piece.numel(), ALIGNMENT):
                     address = piece.data_ptr() + byte
-                    assert address not in covered
-                    covered[address] = (call.file, offset + byte)
+                    assert address not in covered_ranges
+                    covered_ranges[address] = (call.file, offset + byte)
                 offset += piece.numel()
         assert offset == call.offset + call.nbytes
     expected = {
@@ -88,7 +88,7 @@ def test_a_plan_covers_every_byte_once_and_keeps_its_bounds(page_runs):
         for op in ops
         for byte in range(0, op.dest.numel(), ALIGNMENT)
     }
-    assert covered == expected
+    assert covered_ranges == expected
 
 
 def test_neighbours_become_one_call_and_small_gaps_are_read_through():
@@ -242,11 +242,11 @@ def test_a_file_that_refuses_direct_reads_is_read_through_the_page_cache(pages, 
     """Some file systems refuse without notice. Other files are still read directly."""
     other_path = tmp_path / "other"
     other_path.write_bytes(b"\7" * ALIGNMENT)
-    real, refused = os.preadv, []
+    real, refused_reads = os.preadv, []
 
     def preadv(fd, buffers, offset):
         if fd == file.fd and fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
-            refused.append(offset)
+            refused_reads.append(offset)
             raise OSError(refusal, "planted")
         return real(fd, buffers, offset)
 
@@ -261,7 +261,7 @@ def test_a_file_that_refuses_direct_reads_is_read_through_the_page_cache(pages, 
         memory.zero_()
         engine.submit([ReadOp(file, ALIGNMENT, memory)]).result(timeout=10)
         assert numbers_in(memory) == list(range(1, 1 + len(memory) // ALIGNMENT))
-    assert 1 <= len(refused) <= 2  # once a thread
+    assert 1 <= len(refused_reads) <= 2  # once a thread
     assert (file.direct, second.direct) == (False, True)
     engine.close()
 

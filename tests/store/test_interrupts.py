@@ -288,9 +288,9 @@ def test_a_fault_of_our_own_hides_no_segment(model, tmp_path, monkeypatch):
             cache = TieredCache(model, store)
             output = model.generate(prompt(100), past_key_values=cache, **GREEDY)
             assert cache.stats.details.recomputed
-        again = TieredCache(model, store)
-        assert torch.equal(model.generate(prompt(100), past_key_values=again, **GREEDY), output)
-        assert again.stats.tokens_restored == 96
+        second_cache = TieredCache(model, store)
+        assert torch.equal(model.generate(prompt(100), past_key_values=second_cache, **GREEDY), output)
+        assert second_cache.stats.tokens_restored == 96
 
 
 def test_a_cache_whose_pass_was_interrupted_before_it_was_noted_goes_on_with_any_prompt(model, tmp_path, monkeypatch):
@@ -315,8 +315,8 @@ def test_an_interrupt_on_the_way_into_or_out_of_a_pass_leaves_the_model_as_it_wa
         assert current() is None
         assert not any(module._forward_pre_hooks for module in model.modules())
         assert torch.equal(model.generate(prompt(90, seed=7), **GREEDY), shared_answer(model))
-        again = model.generate(prompt(90, seed=7), past_key_values=cache, **GREEDY)
-        assert torch.equal(again, shared_answer(model))
+        second_output = model.generate(prompt(90, seed=7), past_key_values=cache, **GREEDY)
+        assert torch.equal(second_output, shared_answer(model))
 
 
 @pytest.fixture(scope="module")

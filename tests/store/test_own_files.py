@@ -233,11 +233,11 @@ def test_whatever_is_in_the_folder_only_the_stores_own_files_change(model, whole
     else:
         shutil.copytree(whole, root)
         (root / "prefixes").mkdir()
-    planted = {path for number, entry in enumerate(entries) if (path := plant(root, outside, number, entry))}
-    planted = [path for path in planted if os.path.lexists(path)]  # a folder may have taken another's place
+    planted_paths = {path for number, entry in enumerate(entries) if (path := plant(root, outside, number, entry))}
+    planted_paths = [path for path in planted_paths if os.path.lexists(path)]  # a folder may have taken another's place
     root.chmod(0o750)
     before = {}
-    for path in (outside, *planted):
+    for path in (outside, *planted_paths):
         before |= look(path)
     everything = look(root)
     try:
@@ -252,7 +252,7 @@ def test_whatever_is_in_the_folder_only_the_stores_own_files_change(model, whole
         if origin == "folder":
             assert after == everything
     after = {}
-    for path in (outside, *planted):
+    for path in (outside, *planted_paths):
         after |= look(path)
     assert {path: after.get(path) for path in before} == before  # a planted folder may hold the store's files, too
     assert root.stat().st_mode & 0o777 == 0o750
@@ -457,14 +457,14 @@ def test_a_catalogue_of_somebody_else_is_left_and_the_store_serves_without(
     for path in root.glob("catalogue*"):
         path.unlink()
     plant_catalogue(root / "catalogue.sqlite")
-    planted = list(root.glob("catalogue*"))
-    before = [look(path) for path in planted]
+    planted_paths = list(root.glob("catalogue*"))
+    before = [look(path) for path in planted_paths]
     assert has(root, model) == 48
     assert "was not written by this library; move it elsewhere, with catalogue.sqlite-*" in caplog.text
     with KVStore(root, engine="posix") as store:
         assert store._storage.disk.backend.usage() < 99_999
         assert store.verify().unknown == store.gc().unknown == ["catalogue.sqlite"]
-    assert [look(path) for path in planted] == before
+    assert [look(path) for path in planted_paths] == before
 
 
 def test_files_of_others_do_not_count_in_the_quota(whole, model, tmp_path):

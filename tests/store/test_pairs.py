@@ -279,14 +279,14 @@ def arithmetic(kv, geometry, stored_from, retained, coded=True):
         content[layer, name] = plain.decode(plain.encode(tensor), tensor.dtype)
         content[layer, name][:, : stored_from[layer]] = 0
     for pair in geometry.pairs:
-        shared = np.setdiff1d(tokens[max(stored_from[layer] for layer in pair) :], retained.get(pair, []))
+        merged_tokens = np.setdiff1d(tokens[max(stored_from[layer] for layer in pair) :], retained.get(pair, []))
         for name in ("key", "value"):
-            stored = [kv[layer, name] for layer in pair]
+            tensors = [kv[layer, name] for layer in pair]
             if coded:
-                stored = [plain.decode(plain.encode(tensor), tensor.dtype) for tensor in stored]
-            stored = [tensor[:, shared] for tensor in stored]
-            for layer, fields in zip(pair, encode(*stored, merged_codec(geometry.codec)), strict=True):
-                content[layer, name][:, shared] = merged_codec(geometry.codec).decode(fields, torch.float32)
+                tensors = [plain.decode(plain.encode(tensor), tensor.dtype) for tensor in tensors]
+            tensors = [tensor[:, merged_tokens] for tensor in tensors]
+            for layer, fields in zip(pair, encode(*tensors, merged_codec(geometry.codec)), strict=True):
+                content[layer, name][:, merged_tokens] = merged_codec(geometry.codec).decode(fields, torch.float32)
     return content
 
 
@@ -392,8 +392,8 @@ def test_what_is_merged_already_is_moved(codec, tmp_path, monkeypatch):
     expected = read(store, once)
     monkeypatch.setattr("hf_tiered_cache.store.relayout.encode", None)
     finer = replace(geometry, chunk_tokens=8, heads_per_block=1, split_kv=True)
-    again = joined(store, [once], finer, [32, 16, 16, 0, 0], {(0, 3): np.arange(20, 30)})
-    for (layer, name), tensor in read(store, again).items():
+    second_join = joined(store, [once], finer, [32, 16, 16, 0, 0], {(0, 3): np.arange(20, 30)})
+    for (layer, name), tensor in read(store, second_join).items():
         first = [32, 16, 16, 0, 0][layer]
         assert torch.equal(tensor[:, 32:], expected[layer, name][:, 32:]) and not tensor[:, :first].any()
         # what layer 3 holds by itself now has a scale of its own again
@@ -408,11 +408,11 @@ def test_other_pairs_are_made_of_what_the_old_ones_decode_to(codec, tmp_path):
         store, [put(store, kv, chain, 0, 5, Geometry(16, 2, codec=codec))], old, retained={(0, 1): np.arange(9)}
     )
     decoded = read(store, first)
-    again = joined(store, [first], new, retained={(0, 2): np.arange(20, 30)})
+    second_join = joined(store, [first], new, retained={(0, 2): np.arange(20, 30)})
     expected = arithmetic(decoded, new, [0] * LAYERS, {(0, 2): np.arange(20, 30)}, coded=False)
-    parted = joined(store, [again], replace(new, pairs=()))
+    parted = joined(store, [second_join], replace(new, pairs=()))
     assert parted.shape.whole
-    for content, reference in ((read(store, again), expected), (read(store, parted), expected)):
+    for content, reference in ((read(store, second_join), expected), (read(store, parted), expected)):
         if codec == "raw":
             same(content, reference)
         for name in reference:  # a scale that is made anew may differ in its last bits
@@ -463,13 +463,13 @@ def test_a_segment_that_is_left_in_the_middle_is_cut_there(tmp_path):
     store, kv, chain = open_store(tmp_path), kv_of(80, 7), hashes(5)
     first = put(store, kv, chain, 0, 4, Geometry())
     edited = chain[:2] + hashes(3, seed="b", parent=chain[1])
-    changed = kv_of(80, 8)
-    for name, tensor in changed.items():
+    changed_kv = kv_of(80, 8)
+    for name, tensor in changed_kv.items():
         tensor[:, :32] = kv[name][:, :32]
-    second = put(store, changed, edited, 2, 5, Geometry())
+    second = put(store, changed_kv, edited, 2, 5, Geometry())
     header, joined_chain, blocks = join_segments([first, second], Geometry())
     assert joined_chain == edited and store.publish(header, joined_chain, blocks)
-    same(read(store, store.reader(header.id)), changed)
+    same(read(store, store.reader(header.id)), changed_kv)
 
 
 def test_a_join_holds_a_few_block_groups_in_memory(tmp_path, monkeypatch):

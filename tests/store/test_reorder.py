@@ -161,10 +161,10 @@ def test_a_batch_and_a_second_turn_over_a_shuffled_store(model, tmp_path):
         output, cache = ask(model, store, rows, None)
         assert_same(output, before)
         turn = torch.cat([output.sequences, prompt(20, seed=8).expand(2, -1)], dim=1)
-        again = TieredCache(model, store)
+        second_cache = TieredCache(model, store)
         assert torch.equal(
             model.generate(turn, past_key_values=cache, max_new_tokens=4, do_sample=False),
-            model.generate(turn, past_key_values=again, max_new_tokens=4, do_sample=False),
+            model.generate(turn, past_key_values=second_cache, max_new_tokens=4, do_sample=False),
         )
 
 
@@ -207,8 +207,8 @@ def test_impress_lays_out_by_importance_and_then_reads_less(tmp_path):
         shape = store._storage.disk.reader(row.id).shape
         assert shape.tables is not None
         assert shape.geometry == method.geometry
-        again = [ask(model, store, request_ids, method) for request_ids in questions[8:]]
-        for (before, cold), (after, ordered) in zip(results[:4], again, strict=True):
+        later_answers = [ask(model, store, request_ids, method) for request_ids in questions[8:]]
+        for (before, cold), (after, ordered) in zip(results[:4], later_answers, strict=True):
             assert_same(after, before)
             assert ordered.stats.details.bytes_used == cold.stats.details.bytes_used
             assert ordered.stats.bytes_read < 0.8 * cold.stats.bytes_read
@@ -636,10 +636,10 @@ def test_each_head_chooses_among_the_chunks_of_its_own_blocks(model, tmp_path, m
                 blocks += len(picks)
         bytes_delivered = cache.stats.details.bytes_delivered - cache.stats.details.bytes_delivered_identifying
         assert bytes_delivered == blocks * shape.block_groups[0].block_bytes
-        stored = kv_of(model, ids)
+        stored_kv = kv_of(model, ids)
         for layer, choice in enumerate(noted):
             tokens = torch.from_numpy(choice.tokens)
-            expected = stored[layer][0][0].gather(1, tokens[..., None].expand(-1, -1, stored[layer][0].shape[-1]))
+            expected = stored_kv[layer][0][0].gather(1, tokens[..., None].expand(-1, -1, stored_kv[layer][0].shape[-1]))
             assert torch.equal(cache.layers[layer].keys[0, :, : tokens.shape[1]], expected)
 
 

@@ -166,10 +166,10 @@ def test_a_foreign_file_that_appears_before_a_record_is_written_is_not_replaced(
     path, find_object = folder / "calibrations.json", type(remote).find_object
 
     def find(self, name):
-        stored = find_object(self, name)
+        metadata = find_object(self, name)
         if not path.exists():
             path.write_text("precious")
-        return stored
+        return metadata
 
     monkeypatch.setattr(type(remote), "find_object", find)
     with pytest.raises(FileExistsError, match="was not written by this library"):

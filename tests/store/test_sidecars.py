@@ -168,15 +168,15 @@ def test_what_was_made_from_other_bytes_of_its_name_is_not_found(store, cipher):
     old = path.read_bytes()
     store.remove([reader.id])
     assert not path.exists()
-    again = publish(store, fill=None if cipher else 7)
-    assert again.id == reader.id
+    second = publish(store, fill=None if cipher else 7)
+    assert second.id == reader.id
     path.write_bytes(old)
-    assert store.sidecars.kept(again, "index", FACTS) is None
+    assert store.sidecars.kept(second, "index", FACTS) is None
     assert counted(store).verification_failures == 0
     assert not store.sidecars.keep(reader, "index", ARRAYS, FACTS)  # of the one that has gone
     assert path.read_bytes() == old
-    assert store.sidecars.keep(again, "index", ARRAYS, FACTS)
-    same(store.sidecars.kept(again, "index", FACTS), ARRAYS)
+    assert store.sidecars.keep(second, "index", ARRAYS, FACTS)
+    same(store.sidecars.kept(second, "index", FACTS), ARRAYS)
 
 
 def test_the_same_blocks_stored_anew_are_the_same_segment(tmp_path):
@@ -185,9 +185,9 @@ def test_the_same_blocks_stored_anew_are_the_same_segment(tmp_path):
     assert store.sidecars.keep(reader, "index", ARRAYS, FACTS)
     data = file_of(store, reader).read_bytes()
     store.remove([reader.id])
-    again = publish(store)
-    file_of(store, again).write_bytes(data)
-    same(store.sidecars.kept(again, "index", FACTS), ARRAYS)
+    second = publish(store)
+    file_of(store, second).write_bytes(data)
+    same(store.sidecars.kept(second, "index", FACTS), ARRAYS)
 
 
 def remove(store, reader):

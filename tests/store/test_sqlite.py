@@ -38,8 +38,8 @@ def path(tmp_path):
 
 
 def content_of(remote, name=NAME):
-    stored = remote.find_object(name)
-    return None if stored is None else remote.get_object(name, stored.version, 0, stored.size)
+    metadata = remote.find_object(name)
+    return None if metadata is None else remote.get_object(name, metadata.version, 0, metadata.size)
 
 
 def test_all_objects_are_in_one_file(path):
@@ -169,11 +169,11 @@ def test_a_value_of_another_program_is_left_alone(path, replace):
 def test_a_part_that_is_not_bytes_is_lost(path, content):
     remote = open_remote(f"sqlite://{path}")
     remote.put_object(NAME, CONTENT, replace=True)
-    stored = remote.find_object(NAME)
+    metadata = remote.find_object(NAME)
     with sqlite3.connect(path) as connection:
         connection.execute("UPDATE parts SET content = ? WHERE key LIKE '%#1'", [content])
     with pytest.raises(FileNotFoundError):
-        remote.get_object(NAME, stored.version, 0, stored.size)
+        remote.get_object(NAME, metadata.version, 0, metadata.size)
     remote.put_object(NAME, CONTENT, replace=True)
     assert content_of(remote) == CONTENT
 
@@ -226,9 +226,9 @@ def test_an_impossible_size_of_an_object_is_not_believed(path):
         value = value[: HEAD.size - 1] + bytes([value[HEAD.size - 1] ^ 4]) + value[HEAD.size :]
         connection.execute("UPDATE parts SET content = ? WHERE key = ?", (value, key))
     connection.close()
-    stored = remote.find_object(NAME)
-    assert stored.size > 1 << 57 and stored.nbytes < 1 << 10
-    assert remote.get_object(NAME, stored.version, 0, len(CONTENT)) == CONTENT
+    metadata = remote.find_object(NAME)
+    assert metadata.size > 1 << 57 and metadata.nbytes < 1 << 10
+    assert remote.get_object(NAME, metadata.version, 0, len(CONTENT)) == CONTENT
     assert remote.delete_object(NAME) and remote.find_object(NAME) is None
 
 

@@ -106,8 +106,8 @@ def test_a_file_of_another_key_or_a_newer_version_is_no_duplicate(tmp_path, monk
 
     monkeypatch.setattr("hf_tiered_cache.store.disk.read_head", not_ours)
     assert not store.publish(header, chain, [b + 1 for b in blocks])
-    counted = store.counters.snapshot()
-    assert (counted.duplicate_writes, counted.dropped_writes) == (0, 1)
+    counts = store.counters.snapshot()
+    assert (counts.duplicate_writes, counts.dropped_writes) == (0, 1)
     for written_blocks, read_blocks in zip(blocks, read_back(store, header.id), strict=True):
         assert torch.equal(written_blocks, read_blocks)
 
@@ -158,12 +158,12 @@ def test_a_lost_catalogue_is_rebuilt_from_the_headers(tmp_path):
     store.close()
     for path in catalogue_files(tmp_path):
         path.unlink(missing_ok=True)
-    again = open_store(tmp_path)
-    assert again.index.catalogue.ids() == expected
-    row = again.find(hashes(4, "b"))[0]
+    second_store = open_store(tmp_path)
+    assert second_store.index.catalogue.ids() == expected
+    row = second_store.find(hashes(4, "b"))[0]
     assert (row.tokens, row.valid_hashes, row.position, row.label) == (64, 4, 0, "text b")
-    assert again.index.catalogue.models() == {"model": {"name": "small"}}
-    assert row.nbytes == again.path(row.id).stat().st_blocks * 512
+    assert second_store.index.catalogue.models() == {"model": {"name": "small"}}
+    assert row.nbytes == second_store.path(row.id).stat().st_blocks * 512
 
 
 @pytest.mark.parametrize("damage", [b"", b"not a database, but long enough to be taken for one" * 100, None])
@@ -177,8 +177,8 @@ def test_a_damaged_catalogue_is_rebuilt(tmp_path, damage):
         data[4096 : 4096 + 2000] = b"\xff" * 2000
         damage = bytes(data)
     path.write_bytes(damage)
-    again = open_store(tmp_path)
-    assert [row.id for row in again.find(hashes(4))] == [header.id]
+    second_store = open_store(tmp_path)
+    assert [row.id for row in second_store.find(hashes(4))] == [header.id]
 
 
 def test_a_catalogue_damaged_while_open_is_rebuilt_and_counted(tmp_path):
@@ -261,11 +261,11 @@ def test_a_miss_reads_no_more_of_a_large_catalogue(tmp_path):
     catalogue, _ = catalogue_of_kinds(tmp_path)
 
     def steps():
-        counted = []
-        catalogue.run(lambda db: db.set_progress_handler(lambda: counted.append(1), 1))
+        calls = []
+        catalogue.run(lambda db: db.set_progress_handler(lambda: calls.append(1), 1))
         catalogue.models(), catalogue.keys("a"), catalogue.provenances("a")
         catalogue.run(lambda db: db.set_progress_handler(None, 1))
-        return len(counted)
+        return len(calls)
 
     few = steps()
     rows = [

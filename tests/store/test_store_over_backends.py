@@ -114,11 +114,11 @@ def test_a_conversation_is_resumed_and_owned_by_one(model, connect, objects):
         assert (info.id, info.in_use_by, info.evicted) == ("alice", None, [])
         with TieredCache(model, store, conversation="alice") as cache:
             ids = torch.cat([history, prompt(5, seed=3)], dim=1)
-            again = model.generate(ids, past_key_values=cache, **GREEDY)
+            second_output = model.generate(ids, past_key_values=cache, **GREEDY)
             with pytest.raises(ConversationInUseError):
                 store.remove_conversation("alice")
             assert cache.stats.tokens_restored > 90
-        assert torch.equal(again, model.generate(ids, **GREEDY))
+        assert torch.equal(second_output, model.generate(ids, **GREEDY))
         assert store.remove_conversation("alice") > 0
         assert store.conversations() == []
     assert not [name for name in objects if name.startswith(("conversations/", "segments/"))]

@@ -195,11 +195,11 @@ def test_what_is_pinned_stays_when_pins_cannot_be_listed(tmp_path):
 def test_nothing_opens_a_database_that_is_open(tmp_path, monkeypatch):
     first = open_store(tmp_path)
     publish(first)
-    opened, real = [], os.open
+    opened_paths, real = [], os.open
 
     def noting(path, flags, *args, **options):
         if "catalogue.sqlite" in str(path) and not str(path).endswith(".lock"):
-            opened.append((str(path), flags))
+            opened_paths.append((str(path), flags))
         return real(path, flags, *args, **options)
 
     monkeypatch.setattr(os, "open", noting)
@@ -207,7 +207,7 @@ def test_nothing_opens_a_database_that_is_open(tmp_path, monkeypatch):
         second.gc()
         second.verify()
         repr(second.stats)
-    assert opened == []  # of a new one the first is the only one that makes it
+    assert opened_paths == []  # of a new one the first is the only one that makes it
     assert first.find(hashes(4))
 
 
@@ -237,16 +237,16 @@ def test_a_store_shares_nothing_with_an_open_one_whose_path_it_has_taken(tmp_pat
     owners[0].take(over=False)
     shutil.rmtree(root) if is_deleted else root.rename(tmp_path / "moved")
     new = open_store(root)
-    added = publish(new, seed="new")
+    new_header = publish(new, seed="new")
     old.index.scan()
-    assert new.index.catalogue.ids() == {added.id}
+    assert new.index.catalogue.ids() == {new_header.id}
     owners.append(Ownership("alice", new.backend.files))
     owners[1].take(over=False)
     assert new.backend.files.is_locked(*lock) and all(owner.held for owner in owners)
     owners[0].release()
     old.close()
     assert new.backend.files.is_locked(*lock)
-    assert [row.id for row in new.find(hashes(4, "new"))] == [added.id]
+    assert [row.id for row in new.find(hashes(4, "new"))] == [new_header.id]
     owners[1].release()
     new.close()
 
@@ -292,10 +292,10 @@ def other_process(root, rounds, limit=10**9):
 
 
 def test_a_process_that_opens_and_closes_leaves_the_log_of_others_alone(tmp_path):
-    store, again = open_store(tmp_path), open_store(tmp_path)
+    store, second_store = open_store(tmp_path), open_store(tmp_path)
     publish(store)
     log = (tmp_path / "catalogue.sqlite-wal").stat().st_ino
-    again.close()
+    second_store.close()
     assert other_process(tmp_path, 2).wait(timeout=60) == 0
     assert (tmp_path / "catalogue.sqlite-wal").stat().st_ino == log
     assert len(store.index.catalogue.ids()) == 3
@@ -468,18 +468,18 @@ def test_nobody_waits_for_a_writer_that_is_stuck(tmp_path, monkeypatch):
     store, hang = open_store(tmp_path), threading.Event()
     monkeypatch.setattr(store, "publish", lambda *_: hang.wait(60))
     writing = Writer(store, queue_bytes=1)
-    first, second, refused = pending("a"), pending("b"), []
+    first, second, refused_segments = pending("a"), pending("b"), []
     writing.submit(first)
     started = time.monotonic()
     writing.wait_for(first.prefix_hashes)
     assert 0.15 < time.monotonic() - started < 5
-    writing.submit(pending("b", lambda _: refused.append(1)))  # no room, and none to be expected
+    writing.submit(pending("b", lambda _: refused_segments.append(1)))  # no room, and none to be expected
     writing.wait_for(second.prefix_hashes)
     with pytest.raises(StoreBusyError, match="nothing is being written"):
         writing.flush()
     writing.close()
     assert time.monotonic() - started < 10
-    assert refused == [1]
+    assert refused_segments == [1]
     hang.set()
 
 
@@ -498,17 +498,17 @@ def test_who_waits_for_a_slow_writer_waits_as_long_as_it_gets_on(tmp_path, monke
 
 
 def test_what_cannot_wait_and_has_no_room_in_the_queue_is_dropped_and_counted(tmp_path, monkeypatch):
-    store, hang, refused = open_store(tmp_path), threading.Event(), []
+    store, hang, refused_segments = open_store(tmp_path), threading.Event(), []
     real = store.publish
     monkeypatch.setattr(store, "publish", lambda *a: (hang.wait(60), real(*a))[1])
     bound = 3 * pending("x").nbytes
     writing = Writer(store, queue_bytes=bound)
     for i in range(10):
-        writing.submit(pending(f"s{i}", lambda _: refused.append(1)), wait=False)
+        writing.submit(pending(f"s{i}", lambda _: refused_segments.append(1)), wait=False)
         assert writing.queued_bytes <= bound
     hang.set()
     writing.close()
-    assert len(refused) == store.counters.snapshot().dropped_writes == 7
+    assert len(refused_segments) == store.counters.snapshot().dropped_writes == 7
     assert len(store.index.catalogue.ids()) == 3
 
 
@@ -564,11 +564,11 @@ def test_an_intact_copy_that_is_written_over_an_open_segment_is_served(tmp_path)
     header, chain, blocks = segment(hashes(4))
     assert store.publish(header, chain, blocks)
     assert other_store.publish(header, chain, [block ^ 1 for block in segment(hashes(4))[2]])
-    opened = store.reader(header.id)
+    reader = store.reader(header.id)
     with open(store.path(header.id), "r+b") as file:
         file.write(other_store.path(header.id).read_bytes())
     with pytest.raises(IntegrityError) as caught:
-        opened.read(0, [(0, aligned_bytes(opened.shape.block_groups[0].block_bytes).view(1, -1))]).result()
+        reader.read(0, [(0, aligned_bytes(reader.shape.block_groups[0].block_bytes).view(1, -1))]).result()
     store.report(header.id, caught.value)
     assert [row.id for row in store.find(hashes(4))] == [header.id]
     assert all(map(torch.equal, read_back(store, header.id), read_back(other_store, header.id)))

@@ -91,14 +91,14 @@ def test_what_is_held_is_read_and_nothing_else_is_stored(tmp_path_factory, befor
     assert shape.whole_hashes == first_gap // 16 and shape.whole == (first_gap == 16 * count)
     for group, token_set, memory in zip(groups, token_sets, read_back(store, reader.id), strict=True):
         assert shape.tokens_in(group) == len(token_set) and shape.tokens_by_slot(group).tolist() == token_set.tolist()
-        missing = np.setdiff1d(np.arange(16 * count), token_set)
-        if len(missing):
+        missing_tokens = np.setdiff1d(np.arange(16 * count), token_set)
+        if len(missing_tokens):
             with pytest.raises(ValueError, match="part of its tokens"):
-                shape.chunks_of(group, missing[-1:])
+                shape.chunks_of(group, missing_tokens[-1:])
         for part in group.parts:
             content = shape.unpack(memory, group, part).view(torch.int32)  # NaN among them
             right = expected[part.layer, part.tensor][part.first_head : part.first_head + part.heads]
-            assert torch.equal(content[:, token_set], right[:, token_set]) and not content[:, missing].any()
+            assert torch.equal(content[:, token_set], right[:, token_set]) and not content[:, missing_tokens].any()
     if not shape.held.all():  # an index can be made again
         with pytest.raises(ValueError, match="part of its tokens"):
             join_segments([reader], before)
