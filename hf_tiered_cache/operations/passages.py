@@ -194,8 +194,8 @@ class _Call:
                 if label in passage.labels and passage.row is not None:
                     name = passage_name(passage.row.chain)
                     tokens[name] = max(tokens.get(name, 0), passage.stored_tokens)
-            stored = tuple(tokens), sum(tokens.values())
-            records.append(DocumentRecord(label, fingerprint, made_with, *stored, now, now, model=dict(facts)))
+            contents = tuple(tokens), sum(tokens.values())
+            records.append(DocumentRecord(label, fingerprint, made_with, *contents, now, now, model=dict(facts)))
         return records
 
     def incomplete(self) -> list[str]:

@@ -206,14 +206,14 @@ class LookUps:
 
     def _look_up(self, names: list[str]) -> dict[str, Entry]:
         """Ask the remote for entries, and note the results and how long it took. Raises what the client raises."""
-        began = time.monotonic()
+        start_time = time.monotonic()
         try:
             entries = find_entries(self._remote, names)
         except Exception as error:
             self._failed(self.breaker, error)
             raise
         now = time.monotonic()
-        self.seconds.add(now - began)
+        self.seconds.add(now - start_time)
         self.breaker.succeeded()
         entries_by_id = {entry.row.id: entry for entry in entries.values()}  # a segment has several entries
         entries = {name: entries_by_id[entry.row.id] for name, entry in entries.items()}

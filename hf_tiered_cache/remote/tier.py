@@ -196,11 +196,11 @@ class RemoteTier:
 
     def _pace(self, deadline: float) -> Callable[[], bool]:
         """Return a function that tells whether all that is being fetched now will be here in time, at its pace."""
-        began, before, nbytes = time.monotonic(), self.remote.bytes_read, self._nbytes_in_flight()
+        start_time, before, nbytes = time.monotonic(), self.remote.bytes_read, self._nbytes_in_flight()
 
         def is_in_time() -> bool:
             now, arrived = time.monotonic(), self.remote.bytes_read - before
-            return arrived > 0 and now + (now - began) * max(0, nbytes - arrived) / arrived < deadline
+            return arrived > 0 and now + (now - start_time) * max(0, nbytes - arrived) / arrived < deadline
 
         return is_in_time
 
@@ -227,7 +227,7 @@ class RemoteTier:
 
     def _publish(self, segment_id: str, row: SegmentRow | None, num_hashes: int | None) -> bool:
         """Read and verify a segment of the remote, and store it here. Raises FormatError, IntegrityError or OSError."""
-        began = time.monotonic()
+        start_time = time.monotonic()
         with self.link.fetching() as note_bytes:
             reader = SegmentReader(self.remote, segment_id, True, self._disk.cipher)
             if row is not None and not reader.chain.startswith(row.chain):
@@ -245,7 +245,7 @@ class RemoteTier:
                 raise error.__cause__ from None
             note_bytes(nbytes)
         self.fetch_breaker.succeeded()
-        self._count(segments_read=1, bytes_read=nbytes, read_seconds=time.monotonic() - began)
+        self._count(segments_read=1, bytes_read=nbytes, read_seconds=time.monotonic() - start_time)
         return is_stored
 
     def _judge(self, segment_id: str, row: SegmentRow | None, error: FormatError | IntegrityError | OSError) -> None:

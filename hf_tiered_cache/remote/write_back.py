@@ -35,7 +35,7 @@ _REFUSED = "it is not used for a while, after several failures"
 class WriteBack:
     """Thread that sends segments to a remote, and deletes them there, if it is `writable`. `write` is one of `WRITES`.
 
-    `count` adds amounts to `RemoteStats`, and `sent` receives the names of the entries of what was sent.
+    `count` adds amounts to `RemoteStats`, and `note_sent` receives the names of the entries of what was sent.
     """
 
     def __init__(
@@ -44,9 +44,9 @@ class WriteBack:
         disk: SegmentStore,
         write: str,
         count: Callable[..., None],
-        sent: Callable[[Sequence[str]], None],
+        note_sent: Callable[[Sequence[str]], None],
     ) -> None:
-        self._remote, self._disk, self._write, self._count, self._sent = remote, disk, write, count, sent
+        self._remote, self._disk, self._write, self._count, self._sent = remote, disk, write, count, note_sent
         self._breaker = Breaker()
         self._pool = DaemonPool(1, "hf-tiered-remote")
         self._waiting: dict[str, object] = {}  # the offer of each segment that waits, which only its own `_send` takes
@@ -164,7 +164,7 @@ class WriteBack:
             return None
         if self._is_refused:
             return self._drop(_REFUSED)
-        began = time.monotonic()
+        start_time = time.monotonic()
         try:
             upload = send_segment(self._disk.backend, self._remote, segment_id, self._progress.step)
         except FileNotFoundError:
@@ -177,7 +177,7 @@ class WriteBack:
         if not upload.nbytes:
             return self._count(duplicate_writes=1)
         self._sent(upload.names)
-        return self._count(segments_written=1, bytes_written=upload.nbytes, write_seconds=time.monotonic() - began)
+        return self._count(segments_written=1, bytes_written=upload.nbytes, write_seconds=time.monotonic() - start_time)
 
     def _delete(self, row: SegmentRow) -> None:
         if self._is_refused:

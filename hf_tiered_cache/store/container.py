@@ -167,25 +167,25 @@ def parse_prefix(prefix: struct.Struct, head: bytes, magic: bytes, newest: int, 
     return numbers
 
 
-def finish_head(prefix: struct.Struct, head: bytearray, covered: int, guard: Guard) -> bytes:
-    """Write tag and checksum, of the first `covered` bytes, into a head that has zeros in their places."""
+def finish_head(prefix: struct.Struct, head: bytearray, num_covered: int, guard: Guard) -> bytes:
+    """Write tag and checksum, of the first `num_covered` bytes, into a head that has zeros in their places."""
     tag = guard.tag(bytes(head))
-    head[covered - len(tag) : covered] = tag
-    head[prefix.size - 8 : prefix.size] = xxh3(bytes(head[:covered])).to_bytes(8, "little")
+    head[num_covered - len(tag) : num_covered] = tag
+    head[prefix.size - 8 : prefix.size] = xxh3(bytes(head[:num_covered])).to_bytes(8, "little")
     return bytes(head)
 
 
-def check_head(prefix: struct.Struct, covered: bytes) -> None:
+def check_head(prefix: struct.Struct, head: bytes) -> None:
     """Raise FormatError if the covered bytes of a head fail their checksum."""
-    if xxh3(_blank(prefix, covered, len(covered))) != int.from_bytes(covered[prefix.size - 8 : prefix.size], "little"):
+    if xxh3(_blank(prefix, head, len(head))) != int.from_bytes(head[prefix.size - 8 : prefix.size], "little"):
         raise FormatError("the data before the blocks fails its checksum")
 
 
-def check_tag(prefix: struct.Struct, head: bytes, covered: int, guard: Guard) -> None:
+def check_tag(prefix: struct.Struct, head: bytes, num_covered: int, guard: Guard) -> None:
     """Raise FormatError if the head of an encrypted file was not written with the store's key."""
-    end = covered - TAG_BYTES
-    tag = guard.tag(_blank(prefix, head[:end], covered) + head[covered:])
-    if not hmac.compare_digest(tag, head[end:covered]):  # in constant time
+    end = num_covered - TAG_BYTES
+    tag = guard.tag(_blank(prefix, head[:end], num_covered) + head[num_covered:])
+    if not hmac.compare_digest(tag, head[end:num_covered]):  # in constant time
         raise FormatError("the data before the blocks was not written with the store's key")
 
 
