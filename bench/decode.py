@@ -189,7 +189,7 @@ def counted_moves() -> Iterator[dict[str, int]]:
 
 
 def system(
-    name: str, place: str, contexts: Contexts, arguments: argparse.Namespace, opened: Callable[[], KVStore], files: Path
+    name: str, place: str, contexts: Contexts, arguments: argparse.Namespace, opener: Callable[[], KVStore], files: Path
 ) -> System | None:
     """Create a system by its name; None if it does not exist for this place and device.
 
@@ -198,7 +198,7 @@ def system(
         place: Place of the KV.
         contexts: Contexts of all systems.
         arguments: Arguments of the command line.
-        opened: Function that opens the store of the contexts.
+        opener: Function that opens the store of the contexts.
         files: Folder for KV outside of a store.
     """
     model, device = contexts.model, contexts.model.device
@@ -219,7 +219,7 @@ def system(
     method = methods(arguments.budget)[name]
     if isinstance(method, Exact) and place == DISK:
         return None  # after its first pass, it is in memory
-    return System(contexts, TieredCache(model, opened(), method=method, record=False, tag=TAG, fold_heads=True))
+    return System(contexts, TieredCache(model, opener(), method=method, record=False, tag=TAG, fold_heads=True))
 
 
 def engine_of(arguments: argparse.Namespace) -> PosixEngine:

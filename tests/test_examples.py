@@ -321,8 +321,8 @@ def test_a_langchain_retriever_answers_from_stored_documents(retriever, corpus, 
         assert tokens_restored > prompt // 2
     assert len(re.findall(r"'<a1><b16>', first token", first)) == 2  # with what is stored, and with all computed
     assert len(re.findall(r"'<a8><b10>', first token", first)) == 2
-    again = retriever("--store", tmp_path, "--question", "What is k59?")
-    assert f"0 stored, {stored} were before" in again and again.count("'<a1><b16>'") == 2
+    second_output = retriever("--store", tmp_path, "--question", "What is k59?")
+    assert f"0 stored, {stored} were before" in second_output and second_output.count("'<a1><b16>'") == 2
 
 
 def test_a_langchain_retriever_with_any_model_and_documents(retriever, small, tmp_path):

@@ -153,17 +153,17 @@ def _each_prefix(run: Run, shape: str, ways: Callable[..., dict[str, Callable[[]
             continue
         prefix = Prefix(run, model, tokens)
         settings["kv_bytes"] = prefix.kv_bytes
-        with ExitStack() as opened:
+        with ExitStack() as stack:
 
             def note(label: str, figures: dict[str, Any], settings: dict[str, Any] = settings) -> None:
                 run.row(label, **settings, **figures)
 
-            actions = {label: _until(run, action) for label, action in ways(prefix, opened, settings).items()}
+            actions = {label: _until(run, action) for label, action in ways(prefix, stack, settings).items()}
             interleaved(actions, run.turns, note=note)
         forget_page_cache(prefix.path)
 
 
-def _ways(prefix: Prefix, opened: ExitStack, settings: dict[str, Any]) -> dict[str, Callable[[], dict[str, Any]]]:
+def _ways(prefix: Prefix, stack: ExitStack, settings: dict[str, Any]) -> dict[str, Callable[[], dict[str, Any]]]:
     """Return the actions by label. Report those that this machine does not support as skipped."""
     dynamic = prefix.dynamic()
 
@@ -175,9 +175,9 @@ def _ways(prefix: Prefix, opened: ExitStack, settings: dict[str, Any]) -> dict[s
         with prefix.store(host=True) as store:
             return prefix.restored(store)
 
-    host = opened.enter_context(prefix.store(host=True))
-    disk = opened.enter_context(prefix.store(host=True))
-    pages = opened.enter_context(prefix.store(host=True, engine=PosixEngine(direct=False)))
+    host = stack.enter_context(prefix.store(host=True))
+    disk = stack.enter_context(prefix.store(host=True))
+    pages = stack.enter_context(prefix.store(host=True, engine=PosixEngine(direct=False)))
     ways: dict[str, Callable[[], dict[str, Any]]] = {
         "computed": lambda: timed(lambda: DynamicCache(config=prefix.model.config)),
         "DynamicCache": lambda: timed(lambda: prefix.cropped(dynamic)),
@@ -187,7 +187,7 @@ def _ways(prefix: Prefix, opened: ExitStack, settings: dict[str, Any]) -> dict[s
         "disk, store opened for it": opened_for_it,
     }
     if prefix.model.device.type == "cuda":
-        device = opened.enter_context(prefix.store(device=True))
+        device = stack.enter_context(prefix.store(device=True))
         ways["device"] = lambda: prefix.restored(device)
     else:
         prefix.run.skip("device", "no GPU", **settings)
@@ -195,10 +195,10 @@ def _ways(prefix: Prefix, opened: ExitStack, settings: dict[str, Any]) -> dict[s
 
 
 def _ways_of_kvikio(
-    prefix: Prefix, opened: ExitStack, settings: dict[str, Any]
+    prefix: Prefix, stack: ExitStack, settings: dict[str, Any]
 ) -> dict[str, Callable[[], dict[str, Any]]]:
-    kvikio_store = opened.enter_context(prefix.store(device=True, host=True, engine="kvikio"))
-    posix_store = opened.enter_context(prefix.store(device=True, host=True))
+    kvikio_store = stack.enter_context(prefix.store(device=True, host=True, engine="kvikio"))
+    posix_store = stack.enter_context(prefix.store(device=True, host=True))
     engine = kvikio_store._storage.disk.backend.reads_with
     return {
         f"disk, {engine}": lambda: prefix.cold(kvikio_store),
@@ -392,8 +392,8 @@ def selective(run: Run) -> None:
                            reprefill.ATTENTION_STORE, "recompute")
     ]  # fmt: skip
     rows: serving.Rows = {system.name: [] for system in selected_systems}
-    with ExitStack() as opened:
-        stores = {system.name: opened.enter_context(bench.store_for(system)) for system in selected_systems}
+    with ExitStack() as stack:
+        stores = {system.name: stack.enter_context(bench.store_for(system)) for system in selected_systems}
         for _ in bench.turns(selected_systems, stores, rows):
             for name, new_rows in rows.items():
                 for row in (row for row in new_rows if row["measured"]):

@@ -110,8 +110,8 @@ def test_conversations_many(tmp_path, monkeypatch):
     assert [result["conversations"] for result in results] == [3, 6]
     for result in results:
         assert all(min(seconds) > 0 for seconds in result["seconds"].values())
-        for name, refused in result["refused"].items():
-            assert len(result["seconds"][name]) + len(refused) == 2 * 4
+        for name, refusal_times in result["refused"].items():
+            assert len(result["seconds"][name]) + len(refusal_times) == 2 * 4
     assert "`store.gc()`" in (tmp_path / "conversations-many-cpu.md").read_text()
 
 

@@ -229,7 +229,7 @@ def test_a_resident_index_reads_nothing_once_it_is_there(model, tmp_path, chosen
         fill(store, model, ids, method)
         first, cold = ask(model, store, question(ids[:, :100]), method)
         chosen.clear()
-        again, warm = ask(model, store, question(ids[:, :100]), method)
+        second_output, warm = ask(model, store, question(ids[:, :100]), method)
         coarse = [tokens.tolist() for tokens in chosen]
         chosen.clear()
         ask(model, store, question(ids[:, :100]), METHOD)
@@ -237,7 +237,7 @@ def test_a_resident_index_reads_nothing_once_it_is_there(model, tmp_path, chosen
     assert cold.stats.details.bytes_identifying > 0
     assert warm.stats.details.bytes_identifying == longer.stats.details.bytes_identifying == 0
     assert warm.stats.bytes_read == warm.stats.details.bytes_used + _padding(warm)
-    assert_same(again, first)
+    assert_same(second_output, first)
     assert coarse[0] == chosen[0].tolist()  # eight bits are enough for the same choice here
 
 
@@ -249,9 +249,9 @@ def test_an_index_outlives_the_process(tmp_path):
         fill(store, model, ids, method)
         first, writer = ask(model, store, question(ids[:, :100]), method)  # a part of the segment: of all of it is made
     with KVStore(tmp_path, engine="posix", host_memory=0) as store:
-        again, reader = ask(model, store, question(ids[:, :100]), method)
+        second_output, reader = ask(model, store, question(ids[:, :100]), method)
         _, longer = ask(model, store, question(ids), method)
-    assert_same(again, first)
+    assert_same(second_output, first)
     heads, dim, layers = 2, 16, 6
     coded = layers // 2 * heads * 192 * (dim + 4)  # of a layer in two, eight bits a value and a scale
     assert writer.stats.details.bytes_identifying > coded

@@ -32,26 +32,26 @@ def test_an_estimate_follows_what_is_measured_and_outlives_it(clock):
 
 
 def test_a_remote_of_unknown_bandwidth_is_tried():
-    measured = Link()
-    assert measured.fetch_seconds(1 << 40) == 0
-    measured.bandwidth.add(1000.0)
-    assert measured.fetch_seconds(2000) == 2.0
+    link = Link()
+    assert link.fetch_seconds(1 << 40) == 0
+    link.bandwidth.add(1000.0)
+    assert link.fetch_seconds(2000) == 2.0
 
 
 def test_fetches_at_the_same_time_share_a_bandwidth(clock):
-    measured = Link()
-    with measured.fetching() as first:
+    link = Link()
+    with link.fetching() as first:
         clock(1.0)
-        with measured.fetching() as second:
+        with link.fetching() as second:
             clock(1.0)
             second(3000)
-        assert measured.bandwidth.value is None
+        assert link.bandwidth.value is None
         first(1000)
-    assert measured.bandwidth.value == 2000.0
-    with pytest.raises(OSError), measured.fetching():  # what fails shows nothing
+    assert link.bandwidth.value == 2000.0
+    with pytest.raises(OSError), link.fetching():  # what fails shows nothing
         clock(1.0)
         raise OSError
-    assert measured.bandwidth.value == 2000.0
+    assert link.bandwidth.value == 2000.0
 
 
 def test_a_breaker_opens_after_failures_in_a_row(clock):

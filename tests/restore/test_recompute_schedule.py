@@ -147,10 +147,10 @@ def test_the_two_streams_take_as_long_as_one_step_after_the_other(chunks, suffix
     streams = Streams(tokens, suffix, lambda n: 0.1 * n + 0.001 * n**2, 0.01, tuple(loads))
     lengths = recompute_lengths(tokens, np.array(ratios), first, [load.layers for load in loads])
     for took, front in zip(streams.seconds(lengths), lengths, strict=True):
-        finish = loaded = 0.0
+        finish = loading_seconds = 0.0
         for load, (_, cost) in zip(loads, groups, strict=True):
-            loaded += cost * sum(end > front[load.layers[-1]] for end in load.ends)
-            finish = max(finish, loaded)
+            loading_seconds += cost * sum(end > front[load.layers[-1]] for end in load.ends)
+            finish = max(finish, loading_seconds)
             for layer in load.layers:
                 n = int(front[layer])
                 finish += suffix + 0.1 * n + 0.001 * n**2 + 0.01 * (tokens - n)

@@ -147,18 +147,18 @@ def test_a_prompt_waits_for_its_choices_alone(model, tmp_path, method, reads):
     with KVStore(tmp_path, engine="posix") as store:
         store.precompute(model, document, method=method, progress=False)
         ask(model, store, ids, method, 1)
-        counted = waits(model, store, ids, method)
-    assert counted.found == {}
-    assert counted.read_down == reads
-    assert counted.reads_of_the_prompt < 16
+        wait_counts = waits(model, store, ids, method)
+    assert wait_counts.found == {}
+    assert wait_counts.read_down == reads
+    assert wait_counts.reads_of_the_prompt < 16
 
 
 def test_rows_of_a_streamed_prefix_are_not_named_from_the_host(model, tmp_path):
     method = KVDrive(budget=0.2, local=16, prefill_tokens=64, exact_from=16, observed=16)
     ids = torch.cat([prompt(200), prompt(200, seed=5), prompt(200)])  # the first and the last share what is fetched
-    with KVStore(tmp_path, engine="posix") as store, Waits() as counted:
+    with KVStore(tmp_path, engine="posix") as store, Waits() as wait_counts:
         model.generate(ids, past_key_values=TieredCache(model, store, method=method, progress=False), max_new_tokens=1)
-    assert not [site for site in counted.found if site[0] == "streamed.py"]
+    assert not [site for site in wait_counts.found if site[0] == "streamed.py"]
 
 
 @pytest.mark.parametrize("family", ["phi", "stablelm"])
@@ -210,9 +210,9 @@ def test_passages_wait_for_what_is_chosen_alone(model, tmp_path, method, choices
     with KVStore(tmp_path, engine="posix") as store:
         store.precompute(model, passages, passages=True, method=method, progress=False)
         ask(model, store, ids, method, 1)
-        counted = waits(model, store, ids, method)
-    assert counted.found == {}
-    assert counted.read_down == choices
+        wait_counts = waits(model, store, ids, method)
+    assert wait_counts.found == {}
+    assert wait_counts.read_down == choices
 
 
 LAYERS = 4

@@ -249,8 +249,8 @@ def test_the_same_twice_and_after_storing(kind):
         assert torch.equal(rank(indexes, query, None, 9), expected)
         assert all(
             torch.equal(tensor, index.tensors()[name])
-            for index, again in zip(first, indexes, strict=True)
-            for name, tensor in again.tensors().items()
+            for index, second_index in zip(first, indexes, strict=True)
+            for name, tensor in second_index.tensors().items()
         )
     assert [index.chunks for index in stored_indexes] == [index.chunks for index in first]
     assert [index.nbytes for index in stored_indexes] == [

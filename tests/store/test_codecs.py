@@ -442,8 +442,8 @@ def test_passages(codec, root):
         assert store.relayout(Geometry(16, 2), progress=False) == 2
         cache = TieredCache(model, store, method=method, record=False)
         with torch.no_grad():
-            again = model(input_ids=ids, past_key_values=cache, logits_to_keep=1).logits
-        assert torch.equal(again, logits[codec])
+            second_logits = model(input_ids=ids, past_key_values=cache, logits_to_keep=1).logits
+        assert torch.equal(second_logits, logits[codec])
 
 
 @every_lossy

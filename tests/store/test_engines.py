@@ -325,17 +325,17 @@ def test_reads_are_asynchronous_by_a_configuration_that_is_named_before_kvikio_i
     monkeypatch.setenv("CUFILE_ENV_PATH_JSON", str(tmp_path / (user or "")))
     if user is None:
         monkeypatch.delenv("CUFILE_ENV_PATH_JSON")
-    named, import_kvikio = [], kvikio_module._import_kvikio
+    names, import_kvikio = [], kvikio_module._import_kvikio
     monkeypatch.setattr(
-        kvikio_module, "_import_kvikio", lambda: named.append(os.environ.get("CUFILE_ENV_PATH_JSON")) or import_kvikio()
+        kvikio_module, "_import_kvikio", lambda: names.append(os.environ.get("CUFILE_ENV_PATH_JSON")) or import_kvikio()
     )
     description = open_engine("kvikio").describe()
     assert description.startswith("kvikio (GPUDirect Storage, ")
     assert ("synchronous" in description) == (user == "missing.json" and not system)
     if user is None and not system:
-        assert isinstance(json.loads(Path(named[0]).read_text()), dict)
+        assert isinstance(json.loads(Path(names[0]).read_text()), dict)
     else:
-        assert named == [user and str(tmp_path / user)]
+        assert names == [user and str(tmp_path / user)]
 
 
 def test_without_cuda_kvikio_is_never_called(monkeypatch):

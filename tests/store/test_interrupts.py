@@ -503,8 +503,8 @@ def test_a_store_may_be_collected_in_its_own_threads(model, tmp_path):
         sys.unraisablehook = hook
     assert not set(threading.enumerate()) - before
     assert not unraisable
-    with KVStore(tmp_path) as again:
-        assert sum(row.tokens for row in again.segments()) == 96
+    with KVStore(tmp_path) as second_store:
+        assert sum(row.tokens for row in second_store.segments()) == 96
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -101,12 +101,12 @@ def test_two_parts_share_a_direction_and_nothing_else_overlaps(codec, geometry):
 
 def test_a_merged_block_takes_half_of_two_and_its_magnitudes():
     layout = KVLayout((LayerKV(4, 128, 4, 128),) * 2, torch.bfloat16)
-    first_bytes, second_bytes, merged = (
+    first_bytes, second_bytes, merged_bytes = (
         group.payload_bytes
         for group in sorted(block_groups(layout, Geometry(16, 1, pairs=((0, 1),))), key=lambda g: g.merged)
     )
     assert first_bytes == second_bytes == 16 * 4 * 128 * 2 * 2
-    assert merged == first_bytes + 16 * 4 * 2 * 2 * 4  # a factor of f32 for each layer, tensor, token and head
+    assert merged_bytes == first_bytes + 16 * 4 * 2 * 2 * 4  # a factor of f32 for each layer, tensor, token and head
     layout = replace(layout, dtype=torch.float32)
     coded = block_groups(layout, Geometry(16, 1, codec="int8", pairs=((0, 1),)))
     assert sorted(group.payload_bytes for group in coded) == [16 * 4 * (128 + 4) * 2] * 2 + [16 * 4 * (128 + 8) * 2]
@@ -204,9 +204,9 @@ def test_a_layer_that_holds_a_token_by_itself_and_in_its_pair_is_no_shape():
     geometry = Geometry(16, 1, pairs=((1, 3),))
     groups = block_groups(LAYOUT, geometry)
     right = TokenTables.by_pairs([0] * LAYERS, {(1, 3): np.array([5])}, groups, 32)
-    merged = next(group.index for group in groups if group.merged)
+    merged_index = next(group.index for group in groups if group.merged)
     slots = right.slot_of_token.copy()
-    row = slots[right.of_group[merged]]
+    row = slots[right.of_group[merged_index]]
     row[row != NOT_HELD], row[5] = np.arange(1, 32), 0  # the retained one, too
     SegmentShape(LAYOUT, geometry, 32, right).check_tables()
     for wrong in (replace(right, slot_of_token=slots), None):

@@ -259,8 +259,8 @@ def test_a_store_closed_under_a_request_does_not_fail_it(model, tmp_path):
         ask(model, store, question(ids), method)  # the fourth: it would be laid out anew now
     finally:
         handle.remove()
-    with KVStore(tmp_path, engine="posix") as again:
-        assert not again.verify().bad
+    with KVStore(tmp_path, engine="posix") as second_store:
+        assert not second_store.verify().bad
 
 
 def test_what_was_replaced_leaves_the_tiers(model, tmp_path):
@@ -703,8 +703,8 @@ def test_nothing_is_laid_out_under_a_cache_that_chooses(model, tmp_path):
         assert row.id != plain.id
         first, *other_caches = (ask(model, store, question(ids, seed=seed), method)[1] for seed in (1, 2, 3, 4))
         store.flush()
-        (again,) = store.segments()
-        assert again.id != row.id  # after the fourth
+        (second_row,) = store.segments()
+        assert second_row.id != row.id  # after the fourth
         decode_from(model, first, kv_of(model, ids))
         assert len(other_caches) == 3
 

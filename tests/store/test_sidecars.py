@@ -364,10 +364,10 @@ def test_whatever_fails_nothing_wrong_is_found_and_the_quota_is_kept(tmp_path_fa
                     store.remove([reader.id])
             with faults.rest():
                 assert du(root) <= limit
-    again = open_store(root, cipher=cipher, quota=limit)
-    maintain.gc(again)
-    assert maintain.verify(again).ok
-    assert set(again.sidecars.sizes()) <= set(again.backend.names())
+    second_store = open_store(root, cipher=cipher, quota=limit)
+    maintain.gc(second_store)
+    assert maintain.verify(second_store).ok
+    assert set(second_store.sidecars.sizes()) <= set(second_store.backend.names())
     assert not list((root / "tmp").iterdir())
     store.close()
 
@@ -407,17 +407,17 @@ store.sidecars.keep(store.reader({reader.id!r}), "index", {{"of": torch.ones(9)}
     code = "from pathlib import Path\n" + code
     process = processes.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert process.returncode == -9, process.stderr
-    again = open_store(tmp_path)
-    segment_reader = again.reader(reader.id)
+    second_store = open_store(tmp_path)
+    segment_reader = second_store.reader(reader.id)
     if step == "renamed":
-        same(again.sidecars.kept(segment_reader, "index", {}), {"of": torch.ones(9)})
+        same(second_store.sidecars.kept(segment_reader, "index", {}), {"of": torch.ones(9)})
     else:
-        same(again.sidecars.kept(segment_reader, "index", FACTS), ARRAYS)
-        assert maintain.gc(again, dry_run=True).temporary_bytes > 0
-    maintain.gc(again)
+        same(second_store.sidecars.kept(segment_reader, "index", FACTS), ARRAYS)
+        assert maintain.gc(second_store, dry_run=True).temporary_bytes > 0
+    maintain.gc(second_store)
     assert not list((tmp_path / "tmp").iterdir())
-    assert maintain.verify(again).ok
-    assert list(again.sidecars.sizes()) == [reader.id]
+    assert maintain.verify(second_store).ok
+    assert list(second_store.sidecars.sizes()) == [reader.id]
 
 
 # --- damage, and files that were never ours
@@ -660,10 +660,10 @@ def test_what_is_swapped_or_planted_is_not_served(tmp_path, secret, way):
     if way in ("plain", "other key"):
         cipher = None if way == "plain" else StoreCipher(OTHER_KEY)
         planting = open_store(tmp_path / "planting", cipher=cipher)
-        planted = publish(planting)
-        assert planted.id == reader.id
-        assert planting.sidecars.keep(planted, "index", {"of": torch.zeros(9)}, FACTS)
-        path.write_bytes(file_of(planting, planted).read_bytes())
+        planted_reader = publish(planting)
+        assert planted_reader.id == reader.id
+        assert planting.sidecars.keep(planted_reader, "index", {"of": torch.zeros(9)}, FACTS)
+        path.write_bytes(file_of(planting, planted_reader).read_bytes())
         if way == "plain":  # bound to the right bytes
             forge(path, said_by(path) | {"content": f"{reader.header.digests.digest:016x}"})
     elif way in ("facts", "content"):
@@ -695,8 +695,8 @@ def test_the_same_forgeries_under_a_checksum_are_misses_too(tmp_path):
         assert store.sidecars.keep(owner, kind, {"of": torch.full((9,), number)}, FACTS)
     path = file_of(store, reader)
     index, scores = path.read_bytes(), file_of(store, reader, "scores").read_bytes()
-    planted = [scores, file_of(store, second).read_bytes(), index[:4096] + scores[4096:], scores[:4096] + index[4096:]]
-    for number, data in enumerate(planted, 1):
+    contents = [scores, file_of(store, second).read_bytes(), index[:4096] + scores[4096:], scores[:4096] + index[4096:]]
+    for number, data in enumerate(contents, 1):
         path.write_bytes(data)
         assert store.sidecars.kept(reader, "index", FACTS) is None
         assert counted(store).verification_failures == number

@@ -430,18 +430,18 @@ store.publish(header, chain, blocks)
 """
     process = processes.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert process.returncode == -9, process.stderr
-    again = open_store(tmp_path)
+    second_store = open_store(tmp_path)
     header, _chain, blocks = segment(hashes(3, "new"))
     is_stored = step in ("linked", "catalogued")
-    assert again.index.catalogue.ids() == ({kept_header.id, header.id} if is_stored else {kept_header.id})
-    assert read_back(again, kept_header.id)
+    assert second_store.index.catalogue.ids() == ({kept_header.id, header.id} if is_stored else {kept_header.id})
+    assert read_back(second_store, kept_header.id)
     if is_stored:
-        for written_blocks, read_blocks in zip(blocks, read_back(again, header.id), strict=True):
+        for written_blocks, read_blocks in zip(blocks, read_back(second_store, header.id), strict=True):
             assert torch.equal(written_blocks, read_blocks)
     assert len(list((tmp_path / "tmp").glob("*[0-9]"))) == 1  # the orphan
-    assert again.publish(*segment(hashes(1, "next")))
+    assert second_store.publish(*segment(hashes(1, "next")))
     assert not list((tmp_path / "tmp").iterdir())
-    assert maintain.verify(again).ok
+    assert maintain.verify(second_store).ok
 
 
 def test_a_file_being_written_is_no_orphan(tmp_path):

@@ -41,11 +41,11 @@ def test_after_its_file_was_deleted(stores):
 
 def test_after_its_file_was_found_missing(stores, monkeypatch):
     store, other_store = stores
-    again, is_own = once(other_store), store.backend.is_own
+    store_again, is_own = once(other_store), store.backend.is_own
 
     def look(name):
         result = is_own(name)
-        again()
+        store_again()
         return result
 
     monkeypatch.setattr(store.backend, "is_own", look)
@@ -55,11 +55,11 @@ def test_after_its_file_was_found_missing(stores, monkeypatch):
 
 def test_while_the_catalogue_is_compared_with_the_files(stores, monkeypatch):
     store, other_store = stores
-    again, names = once(other_store), store.backend.names
+    store_again, names = once(other_store), store.backend.names
 
     def listed():
         listing = names()
-        again()
+        store_again()
         return listing
 
     store.backend.delete(NAME)
@@ -71,8 +71,8 @@ def test_while_the_catalogue_is_compared_with_the_files(stores, monkeypatch):
 
 def test_after_it_could_not_be_opened(stores, monkeypatch):
     store, other_store = stores
-    again = once(other_store)
+    store_again = once(other_store)
     store.backend.delete(NAME)
-    monkeypatch.setattr(store.backend, "is_reachable", lambda: again() or True)
+    monkeypatch.setattr(store.backend, "is_reachable", lambda: store_again() or True)
     assert store.reader(NAME) is None
     check_listed(stores)
