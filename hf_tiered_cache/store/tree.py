@@ -31,7 +31,7 @@ class Stored(NamedTuple):
     size: int
     """Number of bytes."""
     nbytes: int
-    """Space that they take, in bytes."""
+    """Space that they take, in bytes, which the quota counts; less than `size` if the place compresses."""
 
 
 READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
