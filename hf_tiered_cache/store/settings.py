@@ -143,7 +143,7 @@ def configurable(init: Callable[Concatenate[S, P], None]) -> Callable[Concatenat
     return configured
 
 
-_ADDRESS = re.compile(r"([A-Za-z]\w*)://.*", re.DOTALL)
+_ADDRESS = re.compile(r"([\w.+-]+)://.*", re.DOTALL)
 
 
 def scheme_of(store: str | os.PathLike[str]) -> str:
@@ -171,15 +171,15 @@ def without_secrets(address: str) -> str:
 
     A password with a character that it must not have, such as "/", seems to end there: then all of it is left out.
     """
-    if not scheme_of(address):
+    if not (scheme := scheme_of(address)):
         return address
     try:
-        parts = urlsplit(address)
+        parts = urlsplit(address.removeprefix(f"{scheme}:"))  # no scheme of a URL has an underscore
     except ValueError:
-        return f"{scheme_of(address)}://..."
+        return f"{scheme}://..."
     if ":" in parts.netloc and "@" not in parts.netloc and "@" in address:
-        return f"{scheme_of(address)}://..."
-    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+        return f"{scheme}://..."
+    return f"{scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
 def split_address(address: str, has_options: bool = False) -> SplitResult:

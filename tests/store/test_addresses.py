@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hf_tiered_cache import KVStore
 from hf_tiered_cache.errors import ConfigError
 from hf_tiered_cache.store.backends import open_remote
-from hf_tiered_cache.store.settings import path_in
+from hf_tiered_cache.store.settings import path_in, without_secrets
 
 names = st.binary(min_size=1, max_size=20).filter(
     lambda name: not {b"/"[0], 0} & set(name) and name not in (b".", b"..")
@@ -61,3 +61,14 @@ def test_a_prefix_that_would_be_cut_is_refused(address):
     pytest.importorskip("obstore")
     with pytest.raises(ConfigError, match="%23"):
         open_remote(address)
+
+
+@pytest.mark.parametrize("name", ["under-score", "under_score", "a.b", "3d"])
+def test_an_address_with_an_unknown_name_makes_no_folder_and_shows_no_password(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    address = f"{name}://user:secret@host/kv"
+    for argument in ("path", "remote"):
+        with pytest.raises(ConfigError, match=f"unknown backend '{name}' in the address '{name}://host/kv'"):
+            KVStore(**{argument: address})
+    assert without_secrets(address) == f"{name}://host/kv"
+    assert list(tmp_path.iterdir()) == []
