@@ -62,14 +62,14 @@ class ObjectBackend(ABC, SegmentBackend):
         self.writable, self.reads_device = True, False
         self.catalogue: StoreRoot | None = None
         self.records = ObjectRecords(self)
-        self._threads = threads
-        self._pool = DaemonPool(threads, "hf-tiered-read")
+        self.__threads = threads
+        self.__pool = DaemonPool(threads, "hf-tiered-read")
         self.is_closed = False
-        self._lock = threading.Lock()
-        self._uploads: set[ObjectUpload] = set()
+        self.__lock = threading.Lock()
+        self.__uploads: set[ObjectUpload] = set()
         self.bytes_read = 0
         """Bytes of blocks that were read so far."""
-        self._counting = threading.Lock()
+        self.__counting = threading.Lock()
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -102,10 +102,10 @@ class ObjectBackend(ABC, SegmentBackend):
         def beginning(name: str) -> bytes | None:
             stored = self.find_object(name)
             with suppress(FileNotFoundError):  # deleted or replaced meanwhile
-                return None if stored is None else self._range_of(name, stored, 0, nbytes)
+                return None if stored is None else _range_of(self, name, stored, 0, nbytes)
             return None
 
-        futures = {name: self._pool.submit(beginning, name) for name in names}
+        futures = {name: self.__pool.submit(beginning, name) for name in names}
         contents = {name: future.result() for name, future in futures.items()}
         return {name: content for name, content in contents.items() if content is not None}
 
@@ -142,7 +142,7 @@ class ObjectBackend(ABC, SegmentBackend):
                 if kind is None:
                     unknown.append(path)
                 elif kind is not SEGMENT or name.removesuffix(SEGMENT_SUFFIX) not in known:
-                    checks[path] = self._pool.submit(self.records.is_own, kind, name)
+                    checks[path] = self.__pool.submit(self.records.is_own, kind, name)
         for path, check in checks.items():
             with suppress(OSError):  # not readable now, so not listed
                 if not check.result():
@@ -153,33 +153,13 @@ class ObjectBackend(ABC, SegmentBackend):
         name = _object_name(*file_of(segment_id))
 
         def read(stored: Stored) -> tuple[Stored, bytes]:
-            beginning = self._range_of(name, stored, 0, _HEAD_BYTES)
+            beginning = _range_of(self, name, stored, 0, _HEAD_BYTES)
             nbytes = max(length(stored, beginning[:HEADER_BYTES]), HEADER_BYTES)
             if nbytes > _HEAD_BYTES:
-                beginning += self._range_of(name, stored, _HEAD_BYTES, nbytes - _HEAD_BYTES)
+                beginning += _range_of(self, name, stored, _HEAD_BYTES, nbytes - _HEAD_BYTES)
             return stored, beginning[:nbytes]
 
-        return self._read_version(name, read)
-
-    def _range_of(self, name: str, stored: Stored, offset: int, nbytes: int) -> bytes:
-        """Return a range of an object, up to its end.
-
-        Raises OSError if bytes are missing: a short answer of a place must not count as a damaged object.
-        """
-        content = self.get_object(name, stored.version, offset, nbytes)
-        if len(content) < min(nbytes, stored.size - offset):
-            raise OSError(errno.EIO, "fewer bytes were returned than it has", f"{self.place}/{name}")
-        return content
-
-    def _read_version(self, name: str, read_stored: Callable[[Stored], _T]) -> _T:
-        """Return the result of `read_stored`, which reads one version of an object, again if it is replaced."""
-        for _ in range(_ATTEMPTS):
-            stored = self.find_object(name)
-            if stored is None:
-                raise FileNotFoundError(errno.ENOENT, "it does not exist", f"{self.place}/{name}")
-            with suppress(FileNotFoundError):  # replaced or deleted meanwhile
-                return read_stored(stored)
-        raise OSError(errno.EAGAIN, "it is replaced repeatedly", f"{self.place}/{name}")
+        return _read_version(self, name, read)
 
     def open(self, segment_id: str, length: HeadLength) -> tuple[Stored, bytes, ObjectFile]:
         stored, head = self.head(segment_id, length)
@@ -187,9 +167,9 @@ class ObjectBackend(ABC, SegmentBackend):
         return stored, head, ObjectFile(self.where(segment_id), name, stored.version)
 
     def read(self, ops: Sequence[ReadOp]) -> Future[int]:
-        return in_threads(self._pool, self._threads, coalesce(ops), self._read)
+        return in_threads(self.__pool, self.__threads, coalesce(ops), self.__read)
 
-    def _read(self, call: Call) -> int:
+    def __read(self, call: Call) -> int:
         file = call.file
         assert isinstance(file, ObjectFile)
         try:
@@ -199,7 +179,7 @@ class ObjectBackend(ABC, SegmentBackend):
             raise
         if len(content) < call.nbytes:
             raise OSError(errno.EIO, "it ends before the block", file.path)
-        with self._counting:
+        with self.__counting:
             self.bytes_read += len(content)
         call.fill(np.frombuffer(content, np.uint8))
         return len(content)
@@ -215,11 +195,11 @@ class ObjectBackend(ABC, SegmentBackend):
         if free is not None and nbytes > free:
             raise OSError(errno.ENOSPC, "no space is left", self.place)
         upload = ObjectUpload(self.records, segment_id, nbytes)
-        self._uploads.add(upload)
+        self.__uploads.add(upload)
         try:
             yield upload
         finally:
-            self._uploads.discard(upload)
+            self.__uploads.discard(upload)
 
     def sync(self) -> None:
         pass  # `put_object` returns when an object is stored
@@ -237,7 +217,7 @@ class ObjectBackend(ABC, SegmentBackend):
             for name, stored in self.list_objects(folder).items()
             if kind_of(folder, name) is not None
         ]
-        return sum(records) + sum(upload.nbytes() for upload in list(self._uploads))
+        return sum(records) + sum(upload.nbytes() for upload in list(self.__uploads))
 
     def free(self) -> int | None:
         """Return the free bytes of the place, or None, as here, if it is unbounded. Raises OSError."""
@@ -249,17 +229,17 @@ class ObjectBackend(ABC, SegmentBackend):
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Lock the place exclusively, within this process. Raises StoreBusyError."""
-        if not self._lock.acquire(timeout=_LOCK_SECONDS):
+        if not self.__lock.acquire(timeout=_LOCK_SECONDS):
             raise StoreBusyError(f"the lock of {self.place} was not released within {_LOCK_SECONDS:g} s; try again")
         try:
             yield
         finally:
-            self._lock.release()
+            self.__lock.release()
 
     def close(self) -> None:
         """Wait for pending reads, but not for those that hang, and release the threads."""
         self.is_closed = True
-        self._pool.close(_CLOSE_SECONDS)
+        self.__pool.close(_CLOSE_SECONDS)
 
 
 class ObjectFile(EngineFile):
@@ -311,11 +291,11 @@ class ObjectRecords:
         return None if stored is None else stored.version
 
     def read(self, kind: FileKind, name: str) -> bytes:
-        path = _object_name(kind, name)
+        path, backend = _object_name(kind, name), self._backend
         if path in self._locks:
             return self._locks[path]
-        return self._backend._read_version(
-            path, lambda stored: self._backend._range_of(path, stored, 0, kind.bytes_to_read(stored.size))
+        return _read_version(
+            backend, path, lambda stored: _range_of(backend, path, stored, 0, kind.bytes_to_read(stored.size))
         )
 
     def is_own(self, kind: FileKind, name: str) -> bool:
@@ -365,3 +345,25 @@ class ObjectRecords:
 
 def _object_name(kind: FileKind, name: str) -> str:
     return f"{kind.folder}/{name}" if kind.folder else name
+
+
+def _range_of(backend: ObjectBackend, name: str, stored: Stored, offset: int, nbytes: int) -> bytes:
+    """Return a range of an object, up to its end.
+
+    Raises OSError if bytes are missing: a short answer of a place must not count as a damaged object.
+    """
+    content = backend.get_object(name, stored.version, offset, nbytes)
+    if len(content) < min(nbytes, stored.size - offset):
+        raise OSError(errno.EIO, "fewer bytes were returned than it has", f"{backend.place}/{name}")
+    return content
+
+
+def _read_version(backend: ObjectBackend, name: str, read_stored: Callable[[Stored], _T]) -> _T:
+    """Return the result of `read_stored`, which reads one version of an object, again if it is replaced."""
+    for _ in range(_ATTEMPTS):
+        stored = backend.find_object(name)
+        if stored is None:
+            raise FileNotFoundError(errno.ENOENT, "it does not exist", f"{backend.place}/{name}")
+        with suppress(FileNotFoundError):  # replaced or deleted meanwhile
+            return read_stored(stored)
+    raise OSError(errno.EAGAIN, "it is replaced repeatedly", f"{backend.place}/{name}")

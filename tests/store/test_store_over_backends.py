@@ -227,6 +227,19 @@ def test_wrong_backends_are_refused(arguments, message, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+def with_members(**members):
+    """Create a backend whose class has these members, too."""
+    return type("Changed", (MemoryBackend,), members)()
+
+
+def test_a_backend_may_have_private_names_of_its_own(model):
+    """Even those that a base class is likely to use."""
+    members = dict.fromkeys(["_lock", "_pool", "_threads", "_read", "_uploads", "_counting", "_range_of"])
+    with KVStore(backend=with_members(**members), host_memory=0) as store:
+        store.precompute(model, IDS[0, :80], progress=False)
+        assert logits(model, store)[1].stats.tokens_restored == 80
+
+
 # --- places that fail for a moment
 
 
