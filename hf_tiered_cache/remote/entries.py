@@ -110,7 +110,7 @@ def _read(remote: ObjectBackend, names: Sequence[str]) -> dict[str, Entry | None
     paths = {f"{ENTRY.folder}/{name}": name for name in names}
     contents = remote.get_beginnings(list(paths), ENTRY_BYTES)
     entries: dict[str, Entry | None] = {}
-    for path, content in contents.items():
+    for path, content in zip(contents, map(bytes, contents.values()), strict=True):
         try:
             header, num_hashes = decode_header(content[:HEADER_BYTES])
         except NotOursError:

@@ -352,7 +352,7 @@ def _range_of(backend: ObjectBackend, name: str, stored: Stored, offset: int, nb
 
     Raises OSError if bytes are missing: a short answer of a place must not count as a damaged object.
     """
-    content = backend.get_object(name, stored.version, offset, nbytes)
+    content = bytes(backend.get_object(name, stored.version, offset, nbytes))
     if len(content) < min(nbytes, stored.size - offset):
         raise OSError(errno.EIO, "fewer bytes were returned than it has", f"{backend.place}/{name}")
     return content

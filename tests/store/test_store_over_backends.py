@@ -16,6 +16,7 @@ from reference import kv_of, prefilled
 
 from hf_tiered_cache import ConfigError, ConversationInUseError, KVStore, StoreError, TieredCache, reasons
 from hf_tiered_cache.cache.calibrations import keep_records, records_of
+from hf_tiered_cache.cache.observed import Pace
 from hf_tiered_cache.kvstore import storage_of
 from hf_tiered_cache.methods import ContiguousKV, Epic
 from hf_tiered_cache.store.backends import BACKENDS, register_backend
@@ -238,6 +239,29 @@ def test_a_backend_may_have_private_names_of_its_own(model):
     with KVStore(backend=with_members(**members), host_memory=0) as store:
         store.precompute(model, IDS[0, :80], progress=False)
         assert logits(model, store)[1].stats.tokens_restored == 80
+
+
+class Viewing(MemoryBackend):
+    """Backend that returns views of its bytes."""
+
+    def get_object(self, name, version, offset, nbytes):
+        return memoryview(super().get_object(name, version, offset, nbytes))
+
+    def get_beginnings(self, names, nbytes):
+        return {name: memoryview(content) for name, content in super().get_beginnings(names, nbytes).items()}
+
+
+def test_bytes_may_be_returned_as_views(model, objects, tmp_path, monkeypatch):
+    monkeypatch.setattr(Pace, "per_token", lambda self, fingerprint: 10.0)  # the remote is waited for
+    for remote in (False, True):
+        for number in range(2):
+            backend = Viewing()
+            backend.objects = objects
+            path, place = (tmp_path / f"{number}", {"remote": backend}) if remote else (None, {"backend": backend})
+            with KVStore(path, host_memory=0, **place) as store:
+                assert logits(model, store)[1].stats.tokens_restored == 95 * number
+                assert store.verify(progress=False).ok
+        objects.clear()
 
 
 # --- places that fail for a moment
