@@ -31,7 +31,10 @@ def _holds(answer: object, is_valid: Callable[[object], bool]) -> bool:
 
 _ANSWERS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "find_object": ("Stored(version, size, nbytes) or None", lambda answer: answer is None or _is_stored(answer)),
-    "list_objects": ("a dict of Stored(version, size, nbytes) by name", lambda answer: _holds(answer, _is_stored)),
+    "list_objects": (
+        "a dict of Stored(version, size, nbytes) by name in the folder",
+        lambda answer: _holds(answer, _is_stored) and not any("/" in name for name in answer),
+    ),
     "get_object": ("bytes", _is_bytes),
     "get_beginnings": ("a dict of bytes by name", lambda answer: _holds(answer, _is_bytes)),
     "delete_object": ("True or False", lambda answer: isinstance(answer, Integral)),

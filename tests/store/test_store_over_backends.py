@@ -264,6 +264,14 @@ def test_bytes_may_be_returned_as_views(model, objects, tmp_path, monkeypatch):
         objects.clear()
 
 
+def test_names_of_objects_that_begin_with_their_folder_are_refused(objects, connect, model):
+    with connect() as store:
+        store.precompute(model, IDS[0, :80], progress=False)
+    listed = {name: MemoryBackend.find_object(store._storage.disk.backend, name) for name in objects}
+    with pytest.raises(ConfigError, match=r"list_objects must return a dict of Stored.* by name in the folder"):
+        KVStore(backend=with_members(list_objects=lambda self, folder: listed))
+
+
 # --- places that fail for a moment
 
 
