@@ -38,7 +38,7 @@ from hf_tiered_cache.selection.clusters import ClusterIndex
 from hf_tiered_cache.selection.decode_index import DecodeIndex
 from hf_tiered_cache.selection.prompt import PREFETCHED
 from hf_tiered_cache.selection.selectors import Selection, SelectionInput, Selector
-from hf_tiered_cache.store.backends import register_backend
+from hf_tiered_cache.store.backends import BACKENDS, register_backend
 from hf_tiered_cache.store.codecs import CODECS, Field, make_codec, register_codec
 from hf_tiered_cache.store.geometry import Geometry
 from hf_tiered_cache.store.objects import ObjectBackend
@@ -113,6 +113,14 @@ def test_a_registered_part_replaces_one_of_a_package_loaded_or_not(installed):
 def test_a_method_is_known_by_its_entry_point_before_that_is_loaded(installed):
     numbers = installed(path=f"{Method.__module__}:{Method.__qualname__}")
     assert numbers.name_of(Method) == "path"
+
+
+def test_a_part_of_another_kind_is_no_backend(monkeypatch, run):
+    """On the command line, one sentence says so."""
+    entry = EntryPoint("another", f"{Exact.__module__}:Exact", "hf_tiered_cache.backends")
+    monkeypatch.setitem(vars(BACKENDS), "_installed", {"another": entry})
+    reason = f"{entry.value} of {entry.value} is not a backend: it does not derive from ObjectBackend"
+    assert run("ls", "another://x") == (2, "", f"hf-tiered-cache: {reason}\n")
 
 
 class Plain(Exact):
@@ -221,6 +229,9 @@ class Unevicting(Exact):
         (lambda: register_index("half", Half), "it lacks build, chunks, rank_together"),
         (lambda: register_index("bare", Bare), "it is not a dataclass"),
         (lambda: register_backend("half", ObjectBackend), "it lacks delete_object, find_object, get_object"),
+        (lambda: register_backend("other", Exact), "other cannot be registered: it does not derive from ObjectBackend"),
+        (lambda: register_backend("two", lambda address, size: None), r"with an address alone \(missing .*'size'\)"),
+        (lambda: register_backend("number", 3), "with an address alone .3 is not a callable object"),
         (lambda: Unplaced(), "geometry must be a Geometry, not 3"),
         (lambda: Unevicting(), "unknown eviction policy 'mine'"),
         (lambda: register_codec(halves(encode=in_place)), "encode changes the tensor that it gets"),

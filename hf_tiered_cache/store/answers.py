@@ -29,7 +29,7 @@ def _holds(answer: object, is_valid: Callable[[object], bool]) -> bool:
     return isinstance(answer, Mapping) and all(map(is_valid, answer.values()))
 
 
-_ANSWERS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+ANSWERS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "find_object": ("Stored(version, size, nbytes) or None", lambda answer: answer is None or _is_stored(answer)),
     "list_objects": (
         "a dict of Stored(version, size, nbytes) by name in the folder",
@@ -45,12 +45,12 @@ _ANSWERS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 def check_answers(kind: type) -> None:
     """Let the methods that a class defines raise ConfigError, which names them, if they return anything else."""
-    for name in _ANSWERS.keys() & vars(kind).keys():
+    for name in ANSWERS.keys() & vars(kind).keys():
         setattr(kind, name, _checked(vars(kind)[name], name))
 
 
 def _checked(method: Callable[..., _T], name: str) -> Callable[..., _T]:
-    expected, is_valid = _ANSWERS[name]
+    expected, is_valid = ANSWERS[name]
 
     @wraps(method)
     def call(backend: object, /, *args: Any, **kwargs: Any) -> _T:

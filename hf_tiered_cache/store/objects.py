@@ -110,7 +110,7 @@ class ObjectBackend(ABC, SegmentBackend):
         return {name: content for name, content in contents.items() if content is not None}
 
     @abstractmethod
-    def put_object(self, name: str, content: bytes, replace: bool) -> None:
+    def put_object(self, name: str, content: bytes, *, replace: bool) -> None:
         """Write an object atomically, with a new version.
 
         Raises FileExistsError if the object exists and is not to be replaced, or OSError if it cannot be written.

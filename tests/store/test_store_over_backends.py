@@ -216,7 +216,8 @@ def test_an_address_opens_a_registered_backend(model, objects):
         ({"path": "teleport://x"}, "unknown backend 'teleport'"),
         ({"path": 5}, "a folder or an address"),
         ({"path": ""}, "is empty"),
-        ({"backend": {}}, "dict is not a backend: it lacks catalogue"),
+        ({"backend": {}}, "dict is not a backend; derive it from ObjectBackend: it lacks place, "),
+        ({"backend": "s3://bucket"}, "not its address; pass an address as the first argument"),
         ({"backend": MemoryBackend}, r"an instance, not the class MemoryBackend; use MemoryBackend\(\.\.\.\)"),
         ({"backend": MemoryBackend(), "engine": "posix"}, "engine is an option of stores in folders"),
     ],
@@ -231,6 +232,35 @@ def test_wrong_backends_are_refused(arguments, message, tmp_path, monkeypatch):
 def with_members(**members):
     """Create a backend whose class has these members, too."""
     return type("Changed", (MemoryBackend,), members)()
+
+
+def with_attribute(name, value):
+    backend = MemoryBackend()
+    setattr(backend, name, value)
+    return backend
+
+
+@pytest.mark.parametrize(
+    ("backend", "message"),
+    [
+        (with_members(read=lambda self, name: b""), "^Changed redefines read, which ObjectBackend needs"),
+        (with_members(open=None, names=()), "^Changed redefines names, open, which ObjectBackend needs"),
+        (with_attribute("find", {}), "^MemoryBackend redefines find, which ObjectBackend needs"),
+        (with_attribute("records", []), "^MemoryBackend redefines records, which ObjectBackend needs"),
+        (with_members(put_object=lambda self, name, content: None), r"^Changed.put_object must accept .*replace"),
+        (with_members(locked=7), r"^Changed.locked must accept \(self\).* is not a callable"),
+        (
+            with_members(__init__=lambda self: None),
+            r"call super\(\).__init__\(place\) .* it lacks place",
+        ),
+    ],
+)
+@pytest.mark.parametrize("argument", ["backend", "remote"])
+def test_a_backend_with_wrong_members_is_refused(backend, message, argument, tmp_path):
+    path = tmp_path / "store" if argument == "remote" else None
+    with pytest.raises(ConfigError, match=message):
+        KVStore(path, **{argument: backend})
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_backend_may_have_private_names_of_its_own(model):

@@ -8,21 +8,24 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from importlib import import_module
+from inspect import Parameter, signature
 from urllib.parse import urlsplit
 
 from ...errors import ConfigError, with_type
 from ...plugins import Registry
+from ..answers import ANSWERS
 from ..backend import SegmentBackend
 from ..engines import Engine, open_engine
 from ..folder import FolderBackend
-from ..objects import ObjectBackend
+from ..objects import ObjectBackend, ObjectRecords
 from ..settings import folder_of, scheme_of, without_secrets
 
 Opener = Callable[[str], SegmentBackend]
 """Function that opens the place at an address. Raises ConfigError or StoreError if there can be none."""
-_MEMBERS = sorted(
-    {*SegmentBackend.__annotations__, *(name for name in vars(SegmentBackend) if not name.startswith("_"))}
-)
+_METHODS = sorted(name for name in vars(SegmentBackend) if not name.startswith("_"))
+_MEMBERS = [*SegmentBackend.__annotations__, *_METHODS]
+_OVERRIDABLE = (*ANSWERS, "put_object", "is_reachable", "clean_up", "locked", "close")
+"""Methods of `ObjectBackend` that a subclass may define. The others call each other by their names."""
 
 
 def _in_module(module: str, name: str, needs: str) -> Opener:
@@ -56,9 +59,17 @@ _BUILT_IN = {
 
 
 def _fault(name: str, opener: object) -> str:
+    if isinstance(opener, type) and not all(hasattr(opener, method) for method in _METHODS):
+        return "it does not derive from ObjectBackend"
     if missing_methods := getattr(opener, "__abstractmethods__", None):
         return f"it lacks {', '.join(sorted(missing_methods))}"
-    return "" if callable(opener) else "it cannot be called"
+    try:
+        signature(opener).bind("address")  # type: ignore[arg-type]  # raises TypeError for what cannot be called
+    except TypeError as error:
+        return f"it cannot be called with an address alone ({error})"
+    except ValueError:  # some functions written in C have no signature
+        pass
+    return ""
 
 
 BACKENDS: Registry[Opener] = Registry("backend", "hf_tiered_cache.backends", _BUILT_IN, _fault)
@@ -68,7 +79,8 @@ BACKENDS: Registry[Opener] = Registry("backend", "hf_tiered_cache.backends", _BU
 def register_backend(scheme: str, opener: Opener) -> None:
     """Add a backend: `KVStore("scheme://...")` calls `opener` with the whole address.
 
-    Raises ConfigError if the scheme is invalid or taken, or `opener` cannot be called or is an abstract class.
+    Raises ConfigError if the scheme is invalid or taken, or `opener` cannot be called with an address alone, or is a
+    class that is abstract or no backend.
     """
     BACKENDS.register(scheme, opener)
 
@@ -94,12 +106,11 @@ def open_backend(address: str | os.PathLike[str] | None, backend: object, engine
             raise ConfigError(
                 f"the opener of the backend {scheme_of(address)!r} returned None; it must return the backend"
             )
+    if isinstance(backend, str):
+        raise ConfigError("backend must be a backend, not its address; pass an address as the first argument")
     if isinstance(backend, type):
         raise ConfigError(f"backend must be an instance, not the class {backend.__name__}; use {backend.__name__}(...)")
-    if missing_members := [name for name in _MEMBERS if not hasattr(backend, name)]:
-        advice = "; call super().__init__(place) in its constructor" if isinstance(backend, ObjectBackend) else ""
-        raise ConfigError(f"{type(backend).__name__} is not a backend: it lacks {', '.join(missing_members)}{advice}")
-    _check_open(backend)
+    _check_usable(backend)
     return backend  # type: ignore[return-value]  # checked above
 
 
@@ -120,14 +131,35 @@ def open_remote(address: str | ObjectBackend, make: bool = True) -> ObjectBacken
         remote = opener(address)
     if not isinstance(remote, ObjectBackend):
         raise ConfigError(f"remote must be an address or an ObjectBackend, not {with_type(remote)}")
-    _check_open(remote)
+    _check_usable(remote)
     return remote
 
 
-def _check_open(backend: object) -> None:
-    """Raise ConfigError if a backend was closed, for example with the store that it belonged to."""
+def _check_usable(backend: object) -> None:
+    """Raise ConfigError if a backend was closed, or if its members are not those of one."""
+    name = type(backend).__name__
+    if missing := [member for member in _MEMBERS if not hasattr(backend, member)]:
+        is_derived = isinstance(backend, ObjectBackend)
+        advice = "call super().__init__(place) in its constructor" if is_derived else "derive it from ObjectBackend"
+        raise ConfigError(f"{name} is not a backend; {advice}: it lacks {', '.join(missing)}")
     if getattr(backend, "is_closed", False):
-        raise ConfigError(f"this {type(backend).__name__} was closed with a store that used it; create another one")
+        raise ConfigError(f"this {name} was closed with a store that used it; create another one")
+    if not isinstance(backend, ObjectBackend):
+        return
+    hidden = [] if isinstance(backend.records, ObjectRecords) else ["records"]
+    for member in set(_METHODS) - set(_OVERRIDABLE):
+        if getattr(getattr(backend, member), "__func__", None) is not getattr(ObjectBackend, member):
+            hidden.append(member)
+    if hidden:
+        raise ConfigError(f"{name} redefines {', '.join(sorted(hidden))}, which ObjectBackend needs; use other names")
+    for member in _OVERRIDABLE:
+        declared = signature(getattr(ObjectBackend, member))
+        _, *parameters = declared.parameters.values()
+        by_name = {parameter.name: None for parameter in parameters if parameter.kind is Parameter.KEYWORD_ONLY}
+        try:
+            signature(getattr(backend, member)).bind(*parameters[len(by_name) :], **by_name)
+        except TypeError as error:
+            raise ConfigError(f"{name}.{member} must accept {declared}: {error}") from None
 
 
 def _opener(address: str) -> Opener:
