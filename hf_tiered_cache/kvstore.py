@@ -179,6 +179,9 @@ class KVStore(StoreContents):
             remote=remote_backend,
             remote_write=remote_write,
         )
+        for used in (place, shared):
+            if isinstance(used, ObjectBackend):
+                used.is_used = True
 
     # --- KV of prompts
 

@@ -64,7 +64,7 @@ class ObjectBackend(ABC, SegmentBackend):
         self.records = ObjectRecords(self)
         self.__threads = threads
         self.__pool = DaemonPool(threads, "hf-tiered-read")
-        self.is_closed = False
+        self.is_closed = self.is_used = False
         self.__lock = threading.Lock()
         self.__uploads: set[ObjectUpload] = set()
         self.bytes_read = 0

@@ -271,6 +271,21 @@ def test_a_backend_may_have_private_names_of_its_own(model):
         assert logits(model, store)[1].stats.tokens_restored == 80
 
 
+@pytest.mark.parametrize("argument", ["backend", "remote"])
+def test_a_backend_belongs_to_one_store(argument, tmp_path):
+    backend, paths = MemoryBackend(), iter("ab")
+
+    def open_store(**options):
+        return KVStore(tmp_path / next(paths) if argument == "remote" else None, **{argument: backend}, **options)
+
+    with pytest.raises(ConfigError, match="unknown eviction policy"):  # it is still free
+        KVStore(tmp_path / "c", remote=backend, policy="none")
+    with open_store(), pytest.raises(ConfigError, match="MemoryBackend is used by another store; create one for each"):
+        open_store()
+    with pytest.raises(ConfigError, match="was closed"):
+        KVStore(backend=backend)
+
+
 class Viewing(MemoryBackend):
     """Backend that returns views of its bytes."""
 

@@ -136,7 +136,7 @@ def open_remote(address: str | ObjectBackend, make: bool = True) -> ObjectBacken
 
 
 def _check_usable(backend: object) -> None:
-    """Raise ConfigError if a backend was closed, or if its members are not those of one."""
+    """Raise ConfigError if a backend was closed or belongs to a store, or if its members are not those of one."""
     name = type(backend).__name__
     if missing := [member for member in _MEMBERS if not hasattr(backend, member)]:
         is_derived = isinstance(backend, ObjectBackend)
@@ -146,6 +146,8 @@ def _check_usable(backend: object) -> None:
         raise ConfigError(f"this {name} was closed with a store that used it; create another one")
     if not isinstance(backend, ObjectBackend):
         return
+    if backend.is_used:
+        raise ConfigError(f"this {name} is used by another store; create one for each store")
     hidden = [] if isinstance(backend.records, ObjectRecords) else ["records"]
     for member in set(_METHODS) - set(_OVERRIDABLE):
         if getattr(getattr(backend, member), "__func__", None) is not getattr(ObjectBackend, member):
