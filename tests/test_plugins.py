@@ -308,12 +308,12 @@ class ByFaulty(BudgetMethod):
 
 
 FAULTS = {
-    "too many": (lambda tokens, count: np.arange(count + 1)[None], "but 48 were requested"),
-    "none": (lambda tokens, count: np.arange(0)[None], "0 tokens, but 48"),
-    "twice": (lambda tokens, count: np.repeat(np.arange(count // 2), 2)[None], "distinct, ascending"),
-    "descending": (lambda tokens, count: np.arange(count)[None, ::-1].copy(), "distinct, ascending"),
-    "beyond": (lambda tokens, count: np.arange(count)[None] + tokens - count + 1, "from 0 to 191"),
-    "negative": (lambda tokens, count: np.arange(count)[None] - 1, "from 0 to 191"),
+    "too many": (lambda tokens, count: np.arange(count + 1)[None], "but request.count is 48"),
+    "none": (lambda tokens, count: np.arange(0)[None], "0 tokens, but request.count is 48"),
+    "twice": (lambda tokens, count: np.repeat(np.arange(count // 2), 2)[None], "are not distinct$"),
+    "descending": (lambda tokens, count: np.arange(count)[None, ::-1].copy(), "are not ascending$"),
+    "beyond": (lambda tokens, count: np.arange(count)[None] + tokens - count + 1, "are not from 0 to 191$"),
+    "negative": (lambda tokens, count: np.arange(count)[None] - 1, "are not from 0 to 191$"),
     "sets": (lambda tokens, count: np.stack([np.arange(count)] * 3), r"with 1 or 2 sets"),
     "list": (lambda tokens, count: list(range(count)), "a list, but a numpy array"),
     "flat": (lambda tokens, count: np.arange(count), "int64 .sets, tokens., is expected"),
@@ -447,10 +447,14 @@ def test_an_unknown_kind_of_prefetch_is_refused(model, store):
         ask(model, store, question(prompt(PREFIX)), ByFaulty(0.25, prefetches=frozenset({"valuez"})))
 
 
-@pytest.mark.parametrize("mass", [None, np.zeros(192), np.zeros((1, 5))], ids=["none", "flat", "short"])
-def test_attention_of_a_wrong_shape_is_refused(mass, model, store, monkeypatch):
+@pytest.mark.parametrize(
+    ("mass", "form"),
+    [(None, "None .NoneType."), (np.zeros(192), "of shape .192."), (np.zeros((1, 5)), "of shape .1, 5.")],
+    ids=["none", "flat", "short"],
+)
+def test_attention_of_a_wrong_shape_is_refused(mass, form, model, store, monkeypatch):
     monkeypatch.setattr(Faulty, "choose", lambda self, request: Selection(np.arange(request.count)[None], mass))
-    with pytest.raises(ConfigError, match=r"Faulty returned mass of shape .*; \[rows, 192\] is expected"):
+    with pytest.raises(ConfigError, match=rf"Faulty returned mass {form}; \[rows, 192\] is expected"):
         ask(model, store, question(prompt(PREFIX)), ByFaulty(0.25))
 
 
@@ -538,7 +542,7 @@ def test_fewer_tokens_than_decoding_holds_are_refused(model, store):
         counts.append(count)
         return np.arange(count - (len(counts) > model.config.num_hidden_layers))[None]
 
-    with pytest.raises(ConfigError, match="selected 47 tokens, but 48 were requested"):
+    with pytest.raises(ConfigError, match=r"selected 47 tokens, but request\.count is 48"):
         ask(model, store, question(prompt(PREFIX)), ByFaulty(0.25, make=fewer, reselect=True))
 
 

@@ -17,7 +17,7 @@ from typing import cast
 import numpy as np
 import torch
 
-from ..errors import ConfigError
+from ..errors import ConfigError, with_type
 from ..store.memory import to_host
 from .decode_index import DecodeIndex, Int8KeysIndex
 
@@ -163,7 +163,8 @@ def check_mass(selector: object, choice: Selection, request: SelectionInput, met
         raise ConfigError(f"{name}.choose returned {type(choice).__name__}; it must be a Selection")
     shape, tokens = np.shape(choice.mass), request.chunks.tokens
     if len(shape) != 2 or shape[1] != tokens:
-        raise ConfigError(f"{name} returned mass of shape {list(shape)}; [rows, {tokens}] is expected")
+        form = f"of shape {list(shape)}" if shape else with_type(choice.mass)
+        raise ConfigError(f"{name} returned mass {form}; [rows, {tokens}] is expected")
     if not np.isfinite(choice.mass).all():
         numbers = "NaN" if np.isnan(choice.mass).any() else "infinity"
         raise ConfigError(
@@ -186,11 +187,11 @@ def check_selection(selector: object, tokens: np.ndarray, request: SelectionInpu
             f"with {sets[0]} or {sets[1]} sets"
         )
     if tokens.shape[1] != request.count:
-        raise ConfigError(f"{name} selected {tokens.shape[1]} tokens, but {request.count} were requested")
+        raise ConfigError(f"{name} selected {tokens.shape[1]} tokens, but request.count is {request.count}")
     if tokens[:, 0].min() < 0 or tokens[:, -1].max() >= request.chunks.tokens or (np.diff(tokens, axis=1) <= 0).any():
-        raise ConfigError(
-            f"{name} selected tokens that are not distinct, ascending and from 0 to {request.chunks.tokens - 1}"
-        )
+        step = np.diff(tokens, axis=1).min(initial=1)
+        form = "ascending" if step < 0 else f"from 0 to {request.chunks.tokens - 1}" if step else "distinct"
+        raise ConfigError(f"{name} selected tokens that are not {form}")
 
 
 @dataclass(frozen=True)
