@@ -8,6 +8,8 @@ from .store.geometry import HASH_TOKENS
 from .units import format_bytes
 
 NOTHING = "no stored KV matches the beginning of this prompt"
+NOT_FETCHED = "this store has no KV of the beginning of this prompt, and fetched none from its remote: "
+"""Beginning of a reason that ends with one of `RemoteStats.misses`."""
 OTHER_ROWS = (
     "a prompt of the batch is not stored, and this method restores as many positions of each row as are stored for "
     "every row; pass prompts that are not stored in a batch of their own"
@@ -158,8 +160,8 @@ VARYING_ROPE = (
     "stores nothing; call generate()"
 )
 
-EXPECTED = frozenset({NOTHING, SWITCHED_OFF, NOT_RECORDED, APPROXIMATE, SLOWER, OWN_CACHE})
-"""Reasons that are part of ordinary use, such as a first prompt, and need no warning."""
+EXPECTED = (NOTHING, NOT_FETCHED, SWITCHED_OFF, NOT_RECORDED, APPROXIMATE, SLOWER, OWN_CACHE)
+"""Beginnings of reasons that are part of ordinary use, such as a first prompt, and need no warning."""
 _BYPASSES = {
     "use_cache": (
         "generate() runs without a cache (use_cache=False); remove this setting from the call and the configurations"

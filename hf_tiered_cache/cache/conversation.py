@@ -71,10 +71,10 @@ class Conversation:
         self._ownership.release()
 
     def why_nothing(self, identity: Identity, method: Method) -> str:
-        """Return the reason why no stored prefix of the conversation matches the prompt."""
+        """Return the reason why no stored prefix of the conversation matches the prompt; "" if it is not stored."""
         record = self.record
         if record is None:
-            return reasons.NOTHING
+            return ""
         if record.fingerprint != identity.fingerprint:
             from ..identity import differing_facts  # a store alone needs no transformers
 

@@ -386,8 +386,8 @@ class Executor(CacheState):
     def _no_plan_reason(self, request: Request, sequence: SequenceState) -> str:
         """Return the reason why a prompt has no plan."""
         reason = sequence.why_nothing(request)
-        if reason == reasons.NOTHING and self.conversation is not None:
-            return self.conversation.why_nothing(sequence.identity, sequence.method)
+        if reason.startswith((reasons.NOTHING, reasons.NOT_FETCHED)) and self.conversation is not None:
+            return self.conversation.why_nothing(sequence.identity, sequence.method) or reason
         return reason
 
 

@@ -229,14 +229,18 @@ class SequenceState:
         rows = [ids[pad:] for ids, pad in zip(request.host_ids, self.history.pads, strict=True)]
         if max(map(len, rows)) < HASH_TOKENS:
             return reasons.SHORT
-        disk = self.store.disk
-        if any(disk.hides_any(self.history.prefix_hashes_of(row, tokens)) for row, tokens in enumerate(rows)):
+        disk, remote = self.store.disk, self.store.remote
+        hashes = [self.history.prefix_hashes_of(row, tokens) for row, tokens in enumerate(rows)]
+        if any(map(disk.hides_any, hashes)):
             return reasons.UNREADABLE
         if reason := self._stored_otherwise(rows) or self._other_keys():
             return reason
         if disk.index.is_incomplete:
             return reasons.UNREADABLE
-        return reasons.NO_PASSAGES if self._has_passages() else reasons.NOTHING
+        if self._has_passages():
+            return reasons.NO_PASSAGES
+        missed = filter(None, map(remote.why_missed, hashes)) if remote is not None else iter(())
+        return next((reasons.NOT_FETCHED + miss for miss in missed), reasons.NOTHING)
 
     def _stored_otherwise(self, rows: list[np.ndarray]) -> str:
         """Return where else tokens of a row, int64 `[n]` each, are stored: for another model, codec or lead; or ""."""

@@ -126,7 +126,7 @@ class Storage:
 
     def warn_of(self, reason: str) -> None:
         """Log a reason as a warning, once, unless it is part of ordinary use."""
-        if reason and reason not in EXPECTED:
+        if reason and not reason.startswith(EXPECTED):
             self.disk.warn(reason, reason)
 
     def note_policy(self, method: Method) -> None:

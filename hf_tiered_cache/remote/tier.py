@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -43,6 +44,7 @@ _PLANS = 3
 """Number of attempts to find segments for a prompt: those that turn out to be gone are left out of the next one."""
 _HIDDEN_SECONDS = 60.0  # seconds for which a segment that could not be fetched is not tried again
 _MOST_SECONDS = 600.0  # maximum number of seconds that a prompt waits for the remote
+_MOST_MISSED = 1024  # number of prompts for which it is kept why nothing was fetched
 _FETCHES = 4  # number of segments that are fetched at a time
 _TRIAL_SHARE = 0.5
 """Share of the time to compute the missing tokens after which a fetch of unknown bandwidth is judged by its pace."""
@@ -78,6 +80,7 @@ class RemoteTier:
         # by segment id and number of prefix hashes, with the bytes
         self._fetching: dict[tuple[str, int], tuple[Future[str], int]] = {}
         self._hidden: dict[str, float] = {}
+        self._missed: OrderedDict[bytes, str] = OrderedDict()  # by last prefix hash of the prompt
         self.look_ups = LookUps(remote, partial(self._fail, "lookup"))
         self._fetches = DaemonPool(_FETCHES, "hf-tiered-fetch")
         remote.writable &= write != "never"  # a store that only reads it leaves what is in it to others
@@ -110,10 +113,18 @@ class RemoteTier:
                 reasons.append(fetch_runs())
         reason = reasons[-1] and reasons[0]
         self._count(lookups=1, hits=not reason, waiting_seconds=time.monotonic() - start_time)
-        if reason:
-            with self._lock:
+        with self._lock:
+            self._missed.pop(prefix_hashes[-1], None)
+            if reason:
                 self._stats.misses[reason] = self._stats.misses.get(reason, 0) + 1
+                self._missed[prefix_hashes[-1]] = reason
+            if len(self._missed) > _MOST_MISSED:
+                self._missed.popitem(last=False)
         return not reason
+
+    def why_missed(self, prefix_hashes: Sequence[bytes]) -> str:
+        """Return why the last lookup of a prompt fetched nothing; "" if it was not looked up, or long ago."""
+        return self._missed.get(prefix_hashes[-1], "") if prefix_hashes else ""
 
     def _fetch_runs(
         self,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from shared_prompts import IDS, PROMPTS, check, share
 
-from hf_tiered_cache import Exact, Geometry, TieredCache
+from hf_tiered_cache import Exact, Geometry, TieredCache, reasons
 from hf_tiered_cache.kvstore import storage_of
 from hf_tiered_cache.remote import link, tier, write_back
 from hf_tiered_cache.remote.entries import sweep_entries
@@ -245,6 +245,39 @@ def test_what_does_not_fit_here_is_not_brought_again_and_again(model, machine):
     check(model, store, tokens_restored=0)
     assert remote.calls["get"] == before
     assert store.stats.remote.misses[tier.UNUSABLE] == 2
+
+
+# --- reasons
+
+
+def reason_of(model, store, ids, **options):
+    cache = TieredCache(model, store, record=False, **options)
+    model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
+    return cache.stats.reason
+
+
+def test_a_prompt_is_told_why_its_remote_served_nothing(model, machine, pace, caplog):
+    share(model, machine("a")[0], *PROMPTS)
+    store, remote = machine("b")
+    assert reason_of(model, store, PROMPTS[3]) == ""
+    unknown = IDS.flip(1)
+    assert reason_of(model, store, unknown) == reasons.NOT_FETCHED + tier.ABSENT
+    assert reason_of(model, store, unknown, conversation="alice") == reasons.NOT_FETCHED + tier.ABSENT
+    assert not caplog.records
+    remote.errors["look_up"] = OSError(5, "the network is down")
+    assert reason_of(model, store, PROMPTS[0]) == reasons.NOT_FETCHED + link.FAILED
+    remote.errors.clear()
+    pace[0], remote.delay = 0.001, 0.3
+    assert reason_of(model, store, torch.cat([PROMPTS[1], PROMPTS[2]])) == reasons.NOT_FETCHED + link.LATE
+    assert not [record for record in caplog.records if reasons.NOT_FETCHED in record.getMessage()]
+
+
+def test_why_nothing_was_fetched_is_kept_for_recent_prompts(model, machine, monkeypatch):
+    monkeypatch.setattr(tier, "_MOST_MISSED", 2)
+    store, _ = machine("a")
+    for ids in PROMPTS[:4]:
+        assert reason_of(model, store, ids) == reasons.NOT_FETCHED + tier.ABSENT
+    assert len(storage_of(store).remote._missed) == 2
 
 
 # --- slow remotes
