@@ -97,8 +97,9 @@ class KVStore(StoreContents):
             0 disables spot checks.
         remote: Address of a place that several machines share, such as "s3://bucket/prefix" or "redis://host:6379"
             (see docs/remote.md), or an open `ObjectBackend`. What one machine computes, the others restore: a prompt
-            is looked up there if this store lacks a part of it, and the segments are copied to this store. The remote
-            never fails a request. `store.stats.remote` counts its traffic.
+            is looked up there if this store lacks a part of it, and the segments are copied to this store. Prompts are
+            found only if they were sent by a store with this remote, or by `hf-tiered-cache copy`: `KVStore(address)`
+            makes no entries for lookups. The remote never fails a request. `store.stats.remote` counts its traffic.
         remote_write: Segments that are sent to the remote, in the background: "always" (all new ones), "pinned", or
             "never". A store that sends none reads a folder ("file:///folder") only if it is a store already.
 
