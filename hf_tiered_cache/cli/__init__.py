@@ -43,8 +43,8 @@ def _top(
 ) -> None:
     """Inspect, check and clean up a KV store; serve and evaluate models with a store.
 
-    A store is the folder that was passed to KVStore(...) or TieredCache(model, ...). For ls, stat, verify, gc, rm and
-    copy it can also be the address of a remote:
+    A store is the folder that was passed to KVStore(...) or TieredCache(model, ...). For ls, stat, verify, gc, rm,
+    copy, calibrate and serve it can also be an address:
 
     \b
       hf-tiered-cache ls kv-store                 list the segments of each model

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ..kvstore import KVStore
 
 
-_NewStore = Annotated[str, typer.Argument(metavar="STORE", help="Folder of the store; created if missing.")]
+_NewStore = Annotated[str, typer.Argument(metavar="STORE", help="Folder, created if missing, or address of the store.")]
 _Model = Annotated[str, typer.Option(help="Causal LM: a name on the Hub, or a folder.")]
 _Memory = Annotated[str, typer.Option(metavar="SIZE", help="Host memory of the store.")]
 _DType = Annotated[
