@@ -74,7 +74,7 @@ def test_a_queue_that_is_full_drops_and_counts(model, machine, monkeypatch):
     store, remote = machine("a")
     gate = threading.Event()
     put_object = remote.put_object
-    monkeypatch.setattr(remote, "put_object", lambda *a: (gate.wait(60), put_object(*a))[1])
+    monkeypatch.setattr(remote, "put_object", lambda *a, **k: (gate.wait(60), put_object(*a, **k))[1])
     for ids in PROMPTS[:6]:
         model(input_ids=ids, past_key_values=TieredCache(model, store), logits_to_keep=1)
         storage_of(store).seal()
