@@ -180,9 +180,9 @@ class KVStore(StoreContents):
             remote=remote_backend,
             remote_write=remote_write,
         )
-        for used in (place, shared):
-            if isinstance(used, ObjectBackend):
-                used.is_used = True
+        for opened_backend in (place, remote_backend):
+            if isinstance(opened_backend, ObjectBackend):
+                opened_backend.is_used = True
 
     # --- KV of prompts
 
