@@ -99,7 +99,7 @@ def test_a_beginning_is_one_of_whole_chunks(model, machine, chunk_tokens):
     share(model, store, DOCUMENTS[0])
     store.relayout(method_geometry, progress=False)
     (row,) = store.segments()
-    reader = storage_of(store).disk.found(row)
+    reader = storage_of(store).disk.found([row])[0]
     hashes = [row.chain[at : at + HASH_BYTES] for at in range(0, len(row.chain), HASH_BYTES)]
     header = beginning_of(reader.header, hashes, 5)
     if chunk_tokens == 256:

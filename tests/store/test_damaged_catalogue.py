@@ -169,7 +169,7 @@ def test_a_segment_that_its_row_hides_is_found_again(tmp_path, column, action):
     else:
         maintain.verify(store)
     (row,) = store.find(hashes(4))
-    assert row.id == segment_id and store.found(row) is not None
+    assert row.id == segment_id and store.found([row])[0] is not None
     assert store.counters.snapshot().catalogue_errors == 1
     store.close()
 

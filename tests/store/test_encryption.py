@@ -426,7 +426,7 @@ def test_a_store_without_the_key_leaves_files_alone(root, model, caplog):
                 "the stored KV of this model is encrypted; open the store with its key",
             )
             row = store.segments()[0]
-            assert store._storage.disk.found(row) is None
+            assert store._storage.disk.found([row])[0] is None
             assert store._storage.disk.reader(row.id) is None
             report = store.verify(repair=True)
             assert (report.segments, report.unread, report.bad) == (0, 2, {})
@@ -455,7 +455,7 @@ def test_what_was_stored_without_a_key_is_not_used_with_one(tmp_path, model):
         assert stats.tokens_restored == 0
         assert "is not encrypted" in stats.reason
         for row in store.segments():
-            assert store._storage.disk.found(row) is None or row.key
+            assert store._storage.disk.found([row])[0] is None or row.key
         assert store.stats.other_key_files == 2
         store.flush()
         assert ask(model, store, record=False).tokens_restored == 96

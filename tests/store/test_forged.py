@@ -226,7 +226,7 @@ def test_any_value_in_a_catalogue_costs_at_most_a_scan(tmp_path, table):
             assert all(isinstance(facts, dict) for facts in store.index.models().values())
             for rows in (store.index.rows(), store.find(hashes(4))):
                 longest_prefix(hashes(4), rows)
-                assert all(store.found(row) is None or read_back(store, row.id) for row in rows)
+                assert all(store.found([row])[0] is None or read_back(store, row.id) for row in rows)
             assert sum(row.nbytes for row in store.index.rows()) >= 0
             store.victims(1)
             PassageIndex(store).seeds(np.zeros(4, np.uint32))

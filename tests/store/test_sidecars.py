@@ -349,7 +349,7 @@ def test_whatever_fails_nothing_wrong_is_found_and_the_quota_is_kept(tmp_path_fa
             name, kind = faults.random.choice("abcdef"), faults.random.choice(["index", "scores"])
             store.publish(*segment(hashes(4, name)))
             rows = store.find(hashes(4, name)[:1])
-            reader = store.found(rows[0]) if rows else None
+            reader = store.found(rows[:1])[0] if rows else None
             if reader is None:
                 continue
             arrays = store.sidecars.kept(reader, kind, {})

@@ -158,8 +158,9 @@ def _check_usable(backend: object) -> None:
         declared = signature(getattr(ObjectBackend, member))
         _, *parameters = declared.parameters.values()
         by_name = {parameter.name: None for parameter in parameters if parameter.kind is Parameter.KEYWORD_ONLY}
+        by_place = [None] * (len(parameters) - len(by_name))
         try:
-            signature(getattr(backend, member)).bind(*parameters[len(by_name) :], **by_name)
+            signature(getattr(backend, member)).bind(*by_place, **by_name)
         except TypeError as error:
             raise ConfigError(f"{name}.{member} must accept {declared}: {error}") from None
 
