@@ -52,7 +52,9 @@ def test_a_prompt_with_other_frequencies_is_computed_as_by_a_new_cache(store, le
     options = GREEDY | {"output_logits": True, "return_dict_in_generate": True}
     for length in lengths:
         output, right = (model.generate(ids[:, :length], past_key_values=c, **options) for c in (cache, None))
-        assert torch.equal(output.sequences, right.sequences) and torch.equal(output.logits[0], right.logits[0])
+        assert torch.equal(output.sequences, right.sequences)
+        # with PyTorch 2.8, kernels round 24 tokens after a restored prefix otherwise than 120 at once
+        assert torch.allclose(output.logits[0], right.logits[0], rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("pad", [0, 3])

@@ -212,7 +212,8 @@ def test_an_attached_model_can_be_exported():
     model, ids = build("llama"), prompt(20)
     attach(model)
     exported = torch.export.export(model, (ids,), {"use_cache": False}, strict=False).module()
-    assert torch.equal(exported(ids, use_cache=False).logits, model(ids, use_cache=False).logits)
+    logits = model(ids, use_cache=False).logits
+    assert torch.allclose(exported(ids, use_cache=False).logits, logits, rtol=0, atol=1e-6)  # PyTorch 2.8 rounds so
     detach(model)
 
 
