@@ -107,13 +107,17 @@ class SegmentStore(Space):
 
         The segment file is authoritative: a wrong row would serve the KV of other tokens. It is read again.
         """
-        readers = self.readers.get(*(row.id for row in rows))
-        for index, (row, reader) in enumerate(zip(rows, readers, strict=True)):
+        ids = [row.id for row in rows]  # a passage may occur twice
+        open_readers = dict(zip(ids, self.readers.get(*ids), strict=True))
+        readers = []
+        for row in rows:
+            reader = open_readers[row.id]
             if reader is None or not reader.is_current():
-                reader = readers[index] = self._open_again(row.id, reader)
+                reader = open_readers[row.id] = self._open_again(row.id, reader)
             if reader is not None and not row.fits(reader.header, reader.chain):
                 self.index.read_again(row.id)
-                readers[index] = None
+                reader = None
+            readers.append(reader)
         return readers
 
     def _open_again(self, segment_id: str, outdated: SegmentReader | None) -> SegmentReader | None:

@@ -28,6 +28,7 @@ from hf_tiered_cache.passages.ranking import RANKINGS
 from hf_tiered_cache.passages.report import CHANGED, COVERED, CUT, NOTHING_BEGINS, TOO_SHORT
 from hf_tiered_cache.restore.hashes import PassageHasher, siphash
 from hf_tiered_cache.store.catalogue import SegmentRow
+from hf_tiered_cache.store.disk import SegmentStore
 from hf_tiered_cache.store.geometry import Geometry
 
 # a passage and the prompt it stands in are under the same frequencies
@@ -439,6 +440,16 @@ def test_a_passage_twice_is_told_twice(store):
     fill(store, model)
     _, cache = ask(model, store, join(BOS, PASSAGES[1], PASSAGES[1], QUESTION), tune(recompute=0.0))
     assert told(cache) == [(1, 64, 0, ""), (65, 64, 0, "")]
+
+
+def test_a_passage_twice_is_opened_once(tmp_path, monkeypatch):
+    model, names, open_segment = build("qwen2"), [], SegmentStore._open
+    with KVStore(tmp_path) as store:
+        fill(store, model)
+    with KVStore(tmp_path) as store:
+        monkeypatch.setattr(SegmentStore, "_open", lambda disk, name: names.append(name) or open_segment(disk, name))
+        _, cache = ask(model, store, join(BOS, PASSAGES[1], PASSAGES[1], QUESTION), tune(recompute=0.0))
+    assert cache.stats.tokens_restored == 128 and len(names) == 1
 
 
 def test_passages_that_were_named_and_are_not_stored_are_told(store, caplog):
