@@ -186,7 +186,7 @@ class WeightDigests:
 
 
 def _layouts_of(tensors: Sequence[torch.Tensor]) -> Any:
-    """Return the check by which `torch.compile` compares layouts, in a sixth of the time; None if it has none for them.
+    """Return the check by which `torch.compile` compares layouts, which reads all at once; None if there is none.
 
     It compares sizes, strides, dtypes, negative and conjugate bits, but also whether tensors require a gradient, and
     the mode of the thread, such as autocast.
