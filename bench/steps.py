@@ -193,8 +193,8 @@ def calls_per_layer() -> dict[str, float]:
 class Workload:
     """Model, prompts, and a store with a prefix and two passages for each method."""
 
-    def __init__(self, folder: Path) -> None:
-        self.model = model_of(layers=2, kv_heads=2)
+    def __init__(self, folder: Path, layers: int = 2) -> None:
+        self.model = model_of(layers, kv_heads=2)
         prefix, second_prefix = torch.randint(1, 128, (2, PREFIX))
         self.suffix = torch.randint(1, 128, (1, SUFFIX))
         self.stores: dict[str, KVStore] = {}

@@ -206,6 +206,18 @@ def test_steps(tmp_path, monkeypatch):
     assert "changes of file" in page and "Kernels / views" in page
 
 
+def test_first_token(tmp_path, monkeypatch):
+    import first_token
+
+    monkeypatch.setattr(sys, "argv", ["first_token.py", "--turns", "2", "--layers", "2", "--out", str(tmp_path)])
+    first_token.main()
+    figures = json.loads((tmp_path / "first-token-cpu.json").read_text())["layers"]["2"]
+    parts = {part for part, seconds in figures["prompt"].items() if seconds > 0}
+    assert parts >= first_token.PARTS.keys()
+    assert figures["token"]["identify the model"] > 0 and not figures["token"]["find what is stored"]
+    assert "| rest |" in (tmp_path / "first-token-cpu.md").read_text()
+
+
 def test_steps_counts_functions_entered_once_however_often_a_generator_goes_on(monkeypatch):
     import steps
 
