@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch._C._dynamo.guards import TensorGuards
+from torch._C._dynamo import guards
 from torch.nn.functional import pad
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -68,6 +68,7 @@ WINDOW_BYTES = 64
 """Bytes at the beginning of each tensor that are read again at each look."""
 _RUN_ROWS = 16
 _version = attrgetter("_version")
+TensorGuards: Any = getattr(guards, "TensorGuards", None)  # private, so that it may be missing
 _PLACE: tuple[Callable[[torch.Tensor], Any], ...] = (
     *(torch.Tensor.data_ptr, torch.Tensor.storage_offset, torch.Tensor.size, torch.Tensor.stride),
     *(torch.Tensor.is_neg, torch.Tensor.is_conj, attrgetter("dtype")),
@@ -196,7 +197,7 @@ def _layouts_of(tensors: Sequence[torch.Tensor]) -> Any:
     try:
         check = TensorGuards(*tensors, dynamic_dims_sizes=list(sizes), dynamic_dims_strides=list(strides))
         return check if check.check(*tensors) else None
-    except Exception:  # a private interface, which may change
+    except (TypeError, RuntimeError, SystemError):  # its arguments may change; layouts are then read one by one
         return None
 
 
