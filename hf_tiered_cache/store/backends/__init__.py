@@ -138,31 +138,33 @@ def open_remote(address: str | ObjectBackend, make: bool = True) -> ObjectBacken
 def _check_usable(backend: object) -> None:
     """Raise ConfigError if a backend was closed or belongs to a store, or if its members are not those of one."""
     name = type(backend).__name__
-    if missing := [member for member in _MEMBERS if not hasattr(backend, member)]:
+    if missing_members := [member for member in _MEMBERS if not hasattr(backend, member)]:
         is_derived = isinstance(backend, ObjectBackend)
         advice = "call super().__init__(place) in its constructor" if is_derived else "derive it from ObjectBackend"
-        raise ConfigError(f"{name} is not a backend; {advice}: it lacks {', '.join(missing)}")
+        raise ConfigError(f"{name} is not a backend; {advice}: it lacks {', '.join(missing_members)}")
     if getattr(backend, "is_closed", False):
         raise ConfigError(f"this {name} was closed with a store that used it; create another one")
     if not isinstance(backend, ObjectBackend):
         return
     if backend.is_used:
         raise ConfigError(f"this {name} is used by another store; create one for each store")
-    hidden = [] if isinstance(backend.records, ObjectRecords) else ["records"]
+    redefined_names = [] if isinstance(backend.records, ObjectRecords) else ["records"]
     for member in set(_METHODS) - set(_OVERRIDABLE):
         if getattr(getattr(backend, member), "__func__", None) is not getattr(ObjectBackend, member):
-            hidden.append(member)
-    if hidden:
-        raise ConfigError(f"{name} redefines {', '.join(sorted(hidden))}, which ObjectBackend needs; use other names")
+            redefined_names.append(member)
+    if redefined_names:
+        raise ConfigError(
+            f"{name} redefines {', '.join(sorted(redefined_names))}, which ObjectBackend needs; use other names"
+        )
     for member in _OVERRIDABLE:
-        declared = signature(getattr(ObjectBackend, member))
-        _, *parameters = declared.parameters.values()
+        base_signature = signature(getattr(ObjectBackend, member))
+        _, *parameters = base_signature.parameters.values()
         by_name = {parameter.name: None for parameter in parameters if parameter.kind is Parameter.KEYWORD_ONLY}
         by_place = [None] * (len(parameters) - len(by_name))
         try:
             signature(getattr(backend, member)).bind(*by_place, **by_name)
         except TypeError as error:
-            raise ConfigError(f"{name}.{member} must accept {declared}: {error}") from None
+            raise ConfigError(f"{name}.{member} must accept {base_signature}: {error}") from None
 
 
 def _opener(address: str) -> Opener:
