@@ -38,7 +38,7 @@ PARTS: dict[str, tuple[tuple[Any, str], ...]] = {
     "find what is stored": ((SequenceState, "_look_up"),),
     "plan": ((SequenceState, "_plan_restore"),),
     "prepare the pass, begin to fetch": ((Executor, "_forward_pass"), (RestoringForward, "_begin")),
-    "restore and append keys and values": ((DenseSource, "append"),),
+    "restore the layers": ((DenseSource, "append"),),
     "count, record, note uses": ((Executor, "_commit"), (Storage, "note_uses")),
 }
 
