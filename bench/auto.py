@@ -34,7 +34,7 @@ from lib.common import (
     random_prompts,
     ratio,
 )
-from lib.pages import machine, machine_text, plain_ticks, save, save_figure, table
+from lib.pages import machine, machine_text, plain_ticks, save, table
 from lib.slow_disk import SlowDisk, SlowDiskEngine
 from tqdm.auto import tqdm
 from transformers import DynamicCache
@@ -207,7 +207,7 @@ def _seconds(cell: dict[str, Any], name: str) -> str:
     return f"**{text}**" if name == cell["best"] else text
 
 
-def plot(plt: Any, document: dict[str, Any], path: Path) -> None:
+def plot(plt: Any, document: dict[str, Any]) -> Any:
     """Draw the times of all systems relative to the best candidate, for each disk and length."""
     disks = document["disks"]
     figure, all_axes = plt.subplots(1, len(disks), figsize=(3.2 * len(disks) + 1.5, 4), sharey=True, squeeze=False)
@@ -225,7 +225,7 @@ def plot(plt: Any, document: dict[str, Any], path: Path) -> None:
     axes.set_ylabel("time to first token ÷ best candidate")
     plain_ticks(axes.yaxis)
     all_axes[0][-1].legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
-    save_figure(figure, path)
+    return figure
 
 
 def _best_seconds(cell: dict[str, Any]) -> float:

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 from lib.common import build
-from lib.pages import draw, machine, machine_text, plain_ticks, save, save_figure, table
+from lib.pages import draw, machine, machine_text, plain_ticks, save, table
 from lib.serving import Bench, System, add_arguments, ask_all
 from lib.telling import MIB, calibrated, first_cells, workload_and_memory
 from lib.workload import RandomTokens, requests
@@ -186,7 +186,7 @@ def _memory(disks: list[dict[str, Any]]) -> str:
     return f"{'; '.join(sentences) or 'No system has an index'}; the others use the same total for blocks only."
 
 
-def plot(plt: Any, document: dict[str, Any], path: Path) -> None:
+def plot(plt: Any, document: dict[str, Any]) -> Any:
     """Plot times over bandwidth, with the paper's disk by both calibrations."""
     figure, axes = plt.subplots(figsize=(8, 5))
     disks = emulated(document)
@@ -210,7 +210,7 @@ def plot(plt: Any, document: dict[str, Any], path: Path) -> None:
     plain_ticks(axes.yaxis)
     axes.set_title(f"{document['model']}, {document['dtype']}, budget {document['budget']:.0%}")
     axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
-    save_figure(figure, path)
+    return figure
 
 
 def main() -> None:

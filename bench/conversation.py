@@ -50,7 +50,7 @@ from lib.common import (
     ratio_interval,
     seconds,
 )
-from lib.pages import draw, machine, machine_text, plain_ticks, save, save_figure, table
+from lib.pages import draw, machine, machine_text, plain_ticks, save, table
 from lib.slow_disk import SlowDisk, SlowDiskEngine
 from lib.stored import payload_bytes, shapes_of
 from lib.workload import REFERENCE, Prompts, RandomTokens, ReferenceLanguage, RunningText, Turn, turns_of
@@ -425,7 +425,7 @@ def aims_of(name: str, figures: dict[str, dict[str, Any]]) -> str:
     )
 
 
-def plot(plt: Any, document: dict[str, Any], path: Path) -> None:
+def plot(plt: Any, document: dict[str, Any]) -> Any:
     """Plot the median TTFT by rate."""
     rates = {
         rate: summaries
@@ -440,7 +440,7 @@ def plot(plt: Any, document: dict[str, Any], path: Path) -> None:
     plain_ticks(axes.yaxis)
     axes.set_title(f"{document['layers']} layers of {document['shape']}, {document['machine']['device']}")
     axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
-    save_figure(figure, path)
+    return figure
 
 
 def arguments_of() -> argparse.Namespace:

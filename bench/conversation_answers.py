@@ -464,11 +464,11 @@ def kind_text(results: dict[str, Any], score: str) -> str:
     )
 
 
-def plot(plt: Any, document: dict[str, Any], path: Path) -> None:
+def plot(plt: Any, document: dict[str, Any]) -> Any:
     """Plot quality over storage: a column for each kind, score above, divergence below."""
     variants, kinds = ways(), document["found"]
     width = max(7, 5 * len(kinds))
-    figure, axes = plt.subplots(2, len(kinds), figsize=(width, 8), sharex=True, squeeze=False, layout="constrained")
+    figure, axes = plt.subplots(2, len(kinds), figsize=(width, 8), sharex=True, squeeze=False)
     systems = list(dict.fromkeys(way.system for way in variants.values()))
     colors = plt.get_cmap("tab20")
     for column, (kind, results) in enumerate(kinds.items()):
@@ -499,8 +499,7 @@ def plot(plt: Any, document: dict[str, Any], path: Path) -> None:
         label: line for panel in axes.flat for line, label in zip(*panel.get_legend_handles_labels(), strict=True)
     }
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=width // 2, fontsize="small")
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    return figure
 
 
 def main() -> None:

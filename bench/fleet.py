@@ -213,7 +213,7 @@ def workload_tables(workload: dict[str, Any], options: dict[str, Any]) -> list[s
     return text
 
 
-def plot(plt: Any, result: dict[str, Any], path: Path) -> None:
+def plot(plt: Any, result: dict[str, Any]) -> Any:
     """Draw hit rates and times by the number of machines, and hit rates by the sizes of disk and pool."""
     options, workloads = result["options"], result["workloads"]
     disk, remote = default_disk(argparse.Namespace(**options)), f"{options['remotes'][len(options['remotes']) // 2]:g}"
@@ -224,9 +224,7 @@ def plot(plt: Any, result: dict[str, Any], path: Path) -> None:
         (SERVER, RANDOM): ("one server, at random", {"color": "C2"}),
         (NONE, RANDOM): ("disks, at random", {"color": "C0"}),
     }
-    figure, axes = plt.subplots(
-        3, len(workloads), figsize=(4.6 * len(workloads), 10.5), squeeze=False, layout="constrained"
-    )
+    figure, axes = plt.subplots(3, len(workloads), figsize=(4.6 * len(workloads), 10.5), squeeze=False)
     for column, (name, workload) in enumerate(workloads.items()):
         fleets = workload["fleets"]
         machines = [fleet["machines"] for fleet in fleets]
@@ -266,8 +264,7 @@ def plot(plt: Any, result: dict[str, Any], path: Path) -> None:
     axes[2, 0].legend(fontsize=8)
     handles, labels = axes[1, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=len(labels))
-    figure.savefig(path, dpi=90)
-    plt.close(figure)
+    return figure
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ import lm_eval
 import numpy as np
 import torch
 from lib.common import listed, parser_of
-from lib.pages import machine, machine_text, publish, save_figure, table
+from lib.pages import machine, machine_text, publish, table
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
@@ -111,7 +111,7 @@ def report(document: dict[str, Any]) -> str:
     )
 
 
-def plot(plt: Any, document: dict[str, Any], path: Path) -> None:
+def plot(plt: Any, document: dict[str, Any]) -> Any:
     """Plot the right answers of each task: a bar for full KV, and one for each budget."""
     figure, axes = plt.subplots(figsize=(6.5, 3.5))
     names = [HF, *(way_of(budget) for budget in document["budgets"])]
@@ -124,7 +124,7 @@ def plot(plt: Any, document: dict[str, Any], path: Path) -> None:
     axes.set(ylabel="right answers, %", ylim=(0, 100))
     axes.set_title(f"{document['model']}, {document['limit']} questions of each task", fontsize="medium")
     axes.legend(fontsize="small", ncols=len(names), loc="upper right")
-    save_figure(figure, path)
+    return figure
 
 
 def way_of(budget: float) -> str:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from choices import questions
 from lib.common import add_questions, parser_of
-from lib.pages import draw, machine, save, save_figure, table
+from lib.pages import draw, machine, save, table
 from tqdm.auto import tqdm
 
 from eval.models import load
@@ -78,7 +78,7 @@ def summary(similarities: np.ndarray, budget: float) -> list[str]:
     ]
 
 
-def plot(plt: Any, runs: list[dict[str, Any]], path: Path) -> None:
+def plot(plt: Any, runs: list[dict[str, Any]]) -> Any:
     """Plot the index of each layer: a panel for each model, a color for each task, dotted for the smaller budget."""
     models = list(dict.fromkeys(run["model"] for run in runs))
     tasks, budgets = (list(dict.fromkeys(run[key] for run in runs)) for key in ("task", "budget"))
@@ -91,7 +91,7 @@ def plot(plt: Any, runs: list[dict[str, Any]], path: Path) -> None:
         panel.set(title=model, xlabel="layer", ylim=(0, 1))
     axes[0][0].set_ylabel("Jaccard index of the tokens of two heads")
     axes[0][-1].legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
-    save_figure(figure, path)
+    return figure
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -178,9 +178,9 @@ def _shown(times: list[float]) -> str:
     )
 
 
-def plot(plt: Any, document: dict[str, Any], path: Path) -> None:
+def plot(plt: Any, document: dict[str, Any]) -> Any:
     """Draw the medians over the number of segments."""
-    figure, panels = plt.subplots(1, 2, figsize=(10, 4.5), sharey=True, layout="constrained")
+    figure, panels = plt.subplots(1, 2, figsize=(10, 4.5), sharey=True)
     sizes = [result["segments"] for result in document["results"]]
     calls = [name for name in MEASURES if name not in COMMANDS]
     for axes, title, names in zip(panels, ("in a program", "commands"), (calls, COMMANDS), strict=True):
@@ -194,8 +194,7 @@ def plot(plt: Any, document: dict[str, Any], path: Path) -> None:
     plain_ticks(panels[0].yaxis)
     panels[0].set_ylim(top=1000)  # room for the legends
     panels[0].set_ylabel("seconds, median")
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    return figure
 
 
 def main() -> None:

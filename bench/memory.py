@@ -174,7 +174,7 @@ def report(document: dict[str, Any]) -> str:
     return text
 
 
-def plot(plt: Any, document: dict[str, Any], path: Path) -> None:
+def plot(plt: Any, document: dict[str, Any]) -> Any:
     """Plot memory beyond the budgets over the KV."""
     figure, axes = plt.subplots(figsize=(7, 4.2))
     for caches in sorted({result["caches"] for result in document["results"]}):
@@ -185,8 +185,7 @@ def plot(plt: Any, document: dict[str, Any], path: Path) -> None:
     axes.set_xlabel("KV of the context, MiB")
     axes.set_ylabel("peak memory beyond the budgets, MiB")
     axes.legend()
-    figure.savefig(path, dpi=120, bbox_inches="tight")
-    plt.close(figure)
+    return figure
 
 
 def main() -> None:

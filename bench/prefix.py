@@ -357,9 +357,9 @@ def _met(value: float, sign: str, aim: float) -> bool:
     return value >= aim if sign == ">=" else value <= aim
 
 
-def plot(plt: Any, document: dict[str, Any], path: Path) -> None:
+def plot(plt: Any, document: dict[str, Any]) -> Any:
     """Plot TTFT over prefix length."""
-    figure, axes = plt.subplots(figsize=(6.5, 4.5), layout="constrained")
+    figure, axes = plt.subplots(figsize=(6.5, 4.5))
     lengths = [r["prefix"] for r in document["results"]]
     for key, label in (
         ("recompute_s", "recompute"),
@@ -388,7 +388,7 @@ def plot(plt: Any, document: dict[str, Any], path: Path) -> None:
         fontsize="medium",
     )
     figure.legend(loc="outside lower center", ncols=2, frameon=False)
-    figure.savefig(path, dpi=120)
+    return figure
 
 
 def main() -> None:

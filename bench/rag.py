@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 from lib.common import add_model_arguments, figures_of, first_token, listed, model_of, parser_of
-from lib.pages import draw, machine, machine_text, plain_ticks, save, save_figure, table
+from lib.pages import draw, machine, machine_text, plain_ticks, save, table
 from lib.rag_load import batch, serve, tables
 from lib.slow_disk import SlowDisk, SlowDiskEngine
 from tqdm.auto import tqdm
@@ -326,7 +326,7 @@ def report(result: dict[str, Any], measured_on: dict[str, Any]) -> str:
     return "\n".join(text)
 
 
-def plot(plt: Any, result: dict[str, Any], path: Path) -> None:
+def plot(plt: Any, result: dict[str, Any]) -> Any:
     """Plot the time to first token including waiting over the arrival rate: a panel for each medium."""
     media = result["arrivals"]
     figure, axes = plt.subplots(1, len(media), figsize=(3.6 * len(media) + 2, 4.2), sharey=True, squeeze=False)
@@ -337,7 +337,7 @@ def plot(plt: Any, result: dict[str, Any], path: Path) -> None:
     axes[0][0].set_ylabel("mean time to first token, waiting included, s")
     plain_ticks(axes[0][0].yaxis)
     axes[0][-1].legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
-    save_figure(figure, path)
+    return figure
 
 
 def main() -> None:

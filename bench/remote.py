@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from lib.common import interleaved, listed, median, parser_of
 from lib.machines import DISK, HOST, RECOMPUTE, SUFFIX, Machine, at_once
-from lib.pages import machine, machine_text, plain_ticks, publish, save_figure, table
+from lib.pages import machine, machine_text, plain_ticks, publish, table
 from tqdm.auto import tqdm
 
 from hf_tiered_cache.remote.link import SLOW
@@ -303,7 +303,7 @@ Seconds to compute the prompt, and to send it in the background.
 """
 
 
-def plot(plt: Any, document: dict[str, Any], path: Path) -> None:
+def plot(plt: Any, document: dict[str, Any]) -> Any:
     """Draw times to first token over the prefix length, of one machine at a time."""
     figure, axes = plt.subplots(figsize=(7, 4.5))
     results = document["results"]
@@ -319,7 +319,7 @@ def plot(plt: Any, document: dict[str, Any], path: Path) -> None:
     axes.minorticks_off()
     plain_ticks(axes.yaxis)
     axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
-    save_figure(figure, path)
+    return figure
 
 
 def main() -> None:

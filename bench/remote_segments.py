@@ -234,9 +234,9 @@ def _shown(times: list[float]) -> str:
     return text(median(times)) + (f" ({text(float(np.percentile(times, 95)))})" if len(times) > 1 else "")
 
 
-def plot(plt: Any, document: dict[str, Any], path: Path) -> None:
+def plot(plt: Any, document: dict[str, Any]) -> Any:
     """Draw the medians of all measures by engine."""
-    figure, axes = plt.subplots(figsize=(7.5, 3), layout="constrained")
+    figure, axes = plt.subplots(figsize=(7.5, 3))
     labels = {"hit": "look-up, hit", "miss": "look-up, miss", "names": "names of all segments", "ls": "ls", "gc": "gc"}
     for result in document["results"]:
         listed = f", ls and gc of {result['listed']:,}"
@@ -248,8 +248,7 @@ def plot(plt: Any, document: dict[str, Any], path: Path) -> None:
     plain_ticks(axes.xaxis)
     axes.grid(axis="y", color="0.9")
     figure.legend(loc="outside upper center")
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    return figure
 
 
 def main() -> None:

@@ -37,7 +37,7 @@ from typing import Any
 import numpy as np
 import torch
 from lib.common import build, load
-from lib.pages import machine, machine_text, save, save_figure, table
+from lib.pages import machine, machine_text, save, table
 from lib.probes import NotedImpress
 from lib.serving import PARTS, Bench, System, add_arguments, ask_all
 from lib.telling import MIB, disk_and_memory, first_requests, memory_cell
@@ -258,7 +258,7 @@ def _time(name: str, row: dict[str, Any]) -> list[str]:
     return [name, *(f"{1e3 * seconds:.1f}" for seconds in (*times, row["io_s"]))]
 
 
-def plot(plt: Any, result: dict[str, Any], path: Path) -> None:
+def plot(plt: Any, result: dict[str, Any]) -> Any:
     """Plot the mean time to first token of each system by part."""
     rows, names = result["systems"], list(result["systems"])
     figure, axes = plt.subplots(figsize=(9, 0.45 * len(rows) + 1.6))
@@ -278,7 +278,7 @@ def plot(plt: Any, result: dict[str, Any], path: Path) -> None:
     axes.set_title(f"{result['model']}, {result['dtype']}, budget {result['budget']:.0%}")
     axes.invert_yaxis()
     axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
-    save_figure(figure, path)
+    return figure
 
 
 def main() -> None:

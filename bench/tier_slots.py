@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from lib.common import listed, parser_of
-from lib.pages import machine, machine_text, plain_ticks, publish, save_figure, table
+from lib.pages import machine, machine_text, plain_ticks, publish, table
 
 from hf_tiered_cache.store.memory import aligned_bytes
 from hf_tiered_cache.tiers.pool import Tier
@@ -87,7 +87,7 @@ it. There were {document["fetches"]} fetches of each kind. The longest ones rank
 """
 
 
-def plot(plt: Any, document: dict[str, Any], path: Path) -> None:
+def plot(plt: Any, document: dict[str, Any]) -> Any:
     """Draw the mean time of a fetch, and of ranking all slots, by the number of slots."""
     figure, axis = plt.subplots(figsize=(6, 4))
     for policy in dict.fromkeys(result["policy"] for result in document["results"]):
@@ -99,7 +99,7 @@ def plot(plt: Any, document: dict[str, Any], path: Path) -> None:
     axis.set(xscale="log", yscale="log", xlabel="blocks in the tier", ylabel="mean time (ms)", title="Making room")
     plain_ticks(axis.yaxis)
     axis.legend()
-    save_figure(figure, path)
+    return figure
 
 
 def main() -> None:

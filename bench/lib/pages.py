@@ -19,8 +19,8 @@ import transformers
 
 import hf_tiered_cache
 
-Plot = Callable[[Any, Any, Path], None]
-"""Function that draws results to a file, given `matplotlib.pyplot`."""
+Plot = Callable[[Any, Any], Any]
+"""Function that returns a figure of results, given `matplotlib.pyplot`."""
 
 
 def machine(device: torch.device, folder: Path) -> dict[str, Any]:
@@ -80,7 +80,7 @@ def save(
         name: Name of the files without suffix.
         document: Results, with the result of `machine` as "machine".
         markdown: Page of results.
-        plot: Function that draws the results to `<name>.png`, or None.
+        plot: Function that returns a figure of the results, for `<name>.png`, or None.
     """
     from hf_tiered_cache.cli.output import replacing  # needs packages that a rented machine may lack
 
@@ -134,16 +134,10 @@ def draw(plot: Plot, results: Any, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    plot(plt, results, path)
-
-
-def save_figure(figure: Any, path: Path) -> None:
-    """Write a figure with its legends to a file, and release its memory."""
-    from matplotlib import pyplot as plt
-
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    with plt.rc_context({"figure.constrained_layout.use": True}):
+        figure = plot(plt, results)
+        figure.savefig(path, dpi=120)
+        plt.close(figure)
 
 
 def plain_ticks(axis: Any) -> None:

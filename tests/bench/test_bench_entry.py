@@ -77,8 +77,8 @@ def test_results_replace_no_files_of_others(tmp_path, capsys, suffix, kind):
 
     document = {"machine": {"hf_tiered_cache": "0", "commit": "0123"}}
 
-    def plot(plt, document, path):
-        path.write_bytes(b"picture")
+    def plot(plt, document):
+        return plt.figure(figsize=(1, 1))
 
     out, notes = tmp_path / "out", tmp_path / "notes"
     out.mkdir()
@@ -101,11 +101,12 @@ def test_results_replace_earlier_ones_but_not_other_links_to_them(tmp_path, caps
     out, backup = tmp_path / "out", tmp_path / "backup"
     for number in range(2):
         document = {"machine": {"hf_tiered_cache": "0", "commit": "0123"}, "number": number}
-        save(out, "fleet", document, f"# Fleet {number}\n", lambda plt, d, path: path.write_text(str(d["number"])))
+        save(out, "fleet", document, f"# Fleet {number}\n", lambda plt, d: plt.figure(figsize=(1 + d["number"], 1)))
         if not number:
             shutil.copytree(out, backup, copy_function=os.link)
     assert sorted(path.name for path in out.iterdir()) == ["fleet.json", "fleet.md", "fleet.png"]
-    assert (out / "fleet.png").read_text() == "1" and (backup / "fleet.png").read_text() == "0"
+    widths = [int.from_bytes((folder / "fleet.png").read_bytes()[16:20], "big") for folder in (backup, out)]
+    assert widths == [120, 240]
     assert "# Fleet 0" in (backup / "fleet.md").read_text()
     assert not capsys.readouterr().out
 
