@@ -1,4 +1,4 @@
-"""Segments as files in a folder of a POSIX file system: the first backend.
+"""Folders of a POSIX file system as places of stores: one for a machine's own store, one that machines share.
 
 <root>/segments/<id>.kv   immutable segment files        <root>/pins/<id>          segments excluded from eviction
 <root>/beside/<id>.<kind> sidecars of the segments       <root>/catalogue.sqlite   rebuilt from headers if lost
@@ -10,23 +10,26 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import threading
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from stat import S_ISREG
+from stat import S_ISDIR, S_ISREG
 
-from ..errors import StoreBusyError, StoreError
+from ..errors import ConfigError, FormatError, StoreBusyError, StoreError
 from .backend import HeadLength, SegmentBackend, file_of
 from .database import SQLITE_PATH_BYTES, has_database
 from .engines import Engine, EngineFile, ReadOp
 from .format import HEADER_BYTES
 from .kinds import CATALOGUE_NAME, DATABASE_FILES, KINDS, LOCK, PIN, SEGMENT, SEGMENT_SUFFIX, SIDECAR, FileKind
 from .lazy import torch
+from .objects import ObjectBackend
 from .records import RecordFiles
 from .root import StoreRoot, Temporary
+from .settings import path_in
 from .tree import Stored, open_regular, read_all, stored_in
 
 _LOCK_SECONDS = 30.0
@@ -38,6 +41,8 @@ _MOST_PATH_BYTES = SQLITE_PATH_BYTES - len(f"/{CATALOGUE_NAME}")
 _MOST_UNSYNCED = 1000  # maximum number of files that wait to be made durable
 _UNNAMED = tuple(kind for kind in KINDS if kind not in (SEGMENT, SIDECAR, PIN))
 """Kinds of files that take space and are neither segments nor sidecars. Pins are empty."""
+_THREADS = 32  # reads in flight: a server of files answers each slowly, and many at once
+_ANY = re.compile(".*", re.DOTALL)
 
 
 class FolderBackend(SegmentBackend):
@@ -186,3 +191,80 @@ def head_of_file(path: Path, length: HeadLength) -> tuple[Stored, bytes]:
 def _head(fd: int, status: os.stat_result, length: HeadLength) -> tuple[Stored, bytes]:
     stored, page = stored_in(status), read_all(fd, HEADER_BYTES, 0)
     return stored, page + read_all(fd, max(0, length(stored, page) - HEADER_BYTES), HEADER_BYTES)
+
+
+# --- a folder that several machines share
+
+
+class SharedFolderBackend(ObjectBackend):
+    """Backend with the objects of a store as files of a folder, which is protected as that of any store.
+
+    Unlike `FolderBackend`, machines share no database, and no lock but those of temporary files. An address is
+    "file:///folder". Raises ConfigError if it is not valid, or StoreError if the folder is no store and not empty, or a
+    part of it is a link.
+    """
+
+    def __init__(self, address: str) -> None:
+        folder = _folder_in(address)
+        super().__init__(address.rstrip("/"), threads=_THREADS)
+        self.files = StoreRoot(folder)
+        self.writable = self.files.writable
+
+    def find_object(self, name: str) -> Stored | None:
+        status = self.files.find(*_file_of(name))
+        return None if status is None or not S_ISREG(status.st_mode) else _stored_in_shared(status)
+
+    def list_objects(self, folder: str) -> dict[str, Stored]:
+        try:
+            statuses = self.files.statuses(folder).items()
+        except FileNotFoundError:
+            if not self.files.is_reachable():
+                raise
+            return {}
+        # links and pipes, too: `unknown` lists them, and nothing reads them
+        return {name: _stored_in_shared(status) for name, status in statuses if not S_ISDIR(status.st_mode)}
+
+    def get_object(self, name: str, version: object, offset: int, nbytes: int) -> bytes:
+        with suppress(FormatError), self.files.open(*_file_of(name)) as (fd, status):
+            if _stored_in_shared(status).version == version:
+                return read_all(fd, nbytes, offset)
+        raise FileNotFoundError(errno.ENOENT, "it was replaced or deleted", name)
+
+    def put_object(self, name: str, content: bytes, replace: bool) -> None:
+        self.files.write(*_file_of(name), content, replace)
+
+    def delete_object(self, name: str) -> bool:
+        return self.find_object(name) is not None and self.files.delete(*_file_of(name), is_checked=True)
+
+    def is_reachable(self) -> bool:
+        return self.files.is_reachable()
+
+    def clean_up(self, dry_run: bool = False) -> tuple[dict[str, int], bool]:
+        return self.files.remove_orphans(dry_run)
+
+    def close(self) -> None:
+        super().close()
+        self.files.close()
+
+
+def check_store(address: str) -> None:
+    """Raise StoreError if the folder that an address names is no store, instead of making it one."""
+    StoreRoot(_folder_in(address), make=False).close()
+
+
+def _folder_in(address: str) -> Path:
+    """Return the path of the folder that an address names. Raises ConfigError if it names none."""
+    path = path_in(address)
+    if path is None or not address.partition("://")[2].startswith("/"):
+        raise ConfigError(f"{address} names no folder; write file:///folder")
+    return path
+
+
+def _file_of(name: str) -> tuple[FileKind, str]:
+    folder, file = os.path.split(name)
+    return FileKind(folder, _ANY, lambda *_: True), file  # `ObjectRecords` replaces only what the library wrote
+
+
+def _stored_in_shared(status: os.stat_result) -> Stored:
+    """Return metadata with a version that differs for a file that gets the inode of a deleted one."""
+    return Stored((status.st_ino, status.st_mtime_ns, status.st_size), status.st_size, status.st_size)

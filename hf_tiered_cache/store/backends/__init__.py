@@ -16,7 +16,7 @@ from ...plugins import Registry
 from ..answers import ANSWERS
 from ..backend import SegmentBackend
 from ..engines import Engine, open_engine
-from ..folder import FolderBackend
+from ..folder import FolderBackend, SharedFolderBackend, check_store
 from ..objects import ObjectBackend, ObjectRecords
 from ..settings import folder_of, scheme_of, without_secrets
 
@@ -46,7 +46,7 @@ _REDIS = _in_module("redis", "RedisBackend", "redis; pip install 'hf-tiered-cach
 _BUILT_IN = {
     **dict.fromkeys(("s3", "gs", "az", "memory"), _OBJECT_STORE),
     **dict.fromkeys(("redis", "rediss"), _REDIS),
-    "file": _in_module("shared_folder", "SharedFolderBackend", "a POSIX system"),
+    "file": SharedFolderBackend,
     "hf": _in_module("hub", "HubBackend", "huggingface_hub; pip install huggingface_hub"),
     "sqlite": _in_module("sqlite", "SQLiteBackend", "a Python with sqlite3"),
     "mooncake": _in_module(
@@ -125,8 +125,6 @@ def open_remote(address: str | ObjectBackend, make: bool = True) -> ObjectBacken
             raise ConfigError(f"remote must be an address such as s3://bucket/prefix, not {address!r}")
         opener = _opener(address)
         if not make and scheme_of(address) == "file":
-            from .shared_folder import check_store
-
             check_store(address)
         remote = opener(address)
     if not isinstance(remote, ObjectBackend):
