@@ -21,8 +21,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ..errors import StoreBusyError
-from .answers import check_answers
-from .backend import HeadLength, SegmentBackend, file_of
+from .backend import HeadLength, SegmentBackend, check_answers, file_of
 from .engines import EngineFile, ReadOp
 from .engines.base import Call, coalesce, in_threads
 from .format import HEADER_BYTES

@@ -13,8 +13,7 @@ from urllib.parse import urlsplit
 
 from ...errors import ConfigError, with_type
 from ...plugins import Registry
-from ..answers import ANSWERS
-from ..backend import SegmentBackend
+from ..backend import ANSWERS, SegmentBackend
 from ..engines import Engine, open_engine
 from ..folder import FolderBackend, SharedFolderBackend, check_store
 from ..objects import ObjectBackend, ObjectRecords
