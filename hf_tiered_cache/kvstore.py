@@ -22,7 +22,6 @@ from .store.cipher import Hidden, cipher_of
 from .store.codecs import RAW, codec_in, make_codec
 from .store.disk import SegmentStore
 from .store.engines import Engine
-from .store.faults import Counters
 from .store.folder import FolderBackend
 from .store.geometry import Geometry
 from .store.lazy import torch
@@ -168,7 +167,7 @@ class KVStore(StoreContents):
             register=place.register,
         )
         self._storage = Storage(
-            SegmentStore(place, verify=verify, limits=limits, counters=Counters(), cipher=cipher),
+            SegmentStore(place, verify=verify, limits=limits, cipher=cipher),
             residency,
             secret=secret,
             policy=policy,

@@ -29,7 +29,7 @@ from .backend import SegmentBackend, Upload
 from .catalogue import SegmentRow
 from .cipher import Plain
 from .container import Group, PackedBlocks, content_of, write_blocks
-from .faults import Counters, Faults, figure_of, is_of_the_process, out_of_descriptors
+from .faults import figure_of, is_of_the_process, out_of_descriptors
 from .format import SegmentHeader, encode_head, lay_out
 from .lazy import torch
 from .quota import Limits, Space
@@ -51,16 +51,8 @@ class SegmentStore(Space):
     has a key: segments written with another key, or without one, are neither used nor changed.
     """
 
-    def __init__(
-        self,
-        backend: SegmentBackend,
-        *,
-        verify: bool,
-        limits: Limits,
-        counters: Counters,
-        cipher: Plain | None = None,
-    ) -> None:
-        super().__init__(backend, limits, Faults(counters), cipher or Plain())
+    def __init__(self, backend: SegmentBackend, *, verify: bool, limits: Limits, cipher: Plain) -> None:
+        super().__init__(backend, limits, cipher)
         self._verify = verify
         self._failures: dict[str, tuple[float, float]] = {}  # time of the last failure, and seconds of disuse after it
         self._keys = self.index.keys() - {""}  # of the segments present when the store was opened
@@ -154,7 +146,7 @@ class SegmentStore(Space):
             self.warn(f"{type(error).__name__} {error}", f"segment {segment_id} was not restored: {error!r}")
             return
         figure = figure_of(error)
-        self._faults.note(
+        self.counters.note(
             figure, segment_id, f"segment {segment_id} cannot be used: {error}; its tokens are computed again"
         )
         self.readers.drop(segment_id)
@@ -242,7 +234,7 @@ class SegmentStore(Space):
             self.index.confirm(header.id)
         except (OSError, NotOursError, QuotaError, StoreBusyError, KVRefusedError) as error:
             message = f"a segment of {header.file_bytes} bytes was not stored: {error}"
-            self._faults.note("dropped_writes", type(error).__name__, message)
+            self.counters.note("dropped_writes", type(error).__name__, message)
             if out_of_descriptors(error):
                 self.readers.close_others()  # so that the next segment can be stored
             return False

@@ -47,10 +47,11 @@ class Notices:
             LOGGER.warning("%s", message)
 
 
-class Counters:
-    """Thread-safe collector of a `StoreStats`."""
+class Counters(Notices):
+    """Thread-safe collector of a `StoreStats`, which also logs the faults that it counts."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._stats = StoreStats()
         self._lock = threading.RLock()  # reentrant: finalizers count, too
 
@@ -58,22 +59,14 @@ class Counters:
         with self._lock:
             setattr(self._stats, name, getattr(self._stats, name) + amount)
 
+    def note(self, figure: str, topic: str, message: str) -> None:
+        """Count a fault in a figure of the statistics, and log it, unless a fault on this topic was logged before."""
+        self.add(figure)
+        self.warn(topic, message)
+
     def snapshot(self) -> StoreStats:
         with self._lock:
             return copy.deepcopy(self._stats)
-
-
-class Faults(Notices):
-    """Counter and logger of faults."""
-
-    def __init__(self, counters: Counters) -> None:
-        super().__init__()
-        self.counters = counters
-
-    def note(self, figure: str, topic: str, message: str) -> None:
-        """Count a fault in a figure of the statistics, and log it, unless a fault on this topic was logged before."""
-        self.counters.add(figure)
-        self.warn(topic, message)
 
 
 def figure_of(error: BaseException) -> str:

@@ -14,7 +14,7 @@ from ..errors import FormatError, NotOursError, StoreError
 from .backend import SegmentBackend
 from .catalogue import Catalogue, SegmentRow
 from .database import is_damage
-from .faults import Faults
+from .faults import Counters
 from .segment import read_head
 
 _REPAIR_SECONDS = 10.0
@@ -44,8 +44,8 @@ def _query(
 class Index:
     """Index of the stored segments and their metadata."""
 
-    def __init__(self, backend: SegmentBackend, faults: Faults) -> None:
-        self._backend, self._note = backend, faults.note
+    def __init__(self, backend: SegmentBackend, counters: Counters) -> None:
+        self._backend, self._note = backend, counters.note
         self.unlisted: list[str] = []
         """Names in the backend without a catalogue row: damaged, of another format, or not readable yet."""
         self.unreadable: dict[str, str] = {}

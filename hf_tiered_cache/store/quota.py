@@ -12,7 +12,7 @@ from itertools import accumulate
 from ..errors import ConfigError, QuotaError, StoreError, as_store_error
 from .backend import SegmentBackend, Upload
 from .cipher import Plain
-from .faults import Faults
+from .faults import Counters
 from .index import Index
 from .segment import OpenSegments
 from .sidecars import Sidecars
@@ -68,16 +68,17 @@ def victims(uses: Sequence[Use], nbytes: int, spared: Collection[str], now: floa
 class Space:
     """Space that a store takes: usage, quota, eviction and deletion."""
 
-    def __init__(self, backend: SegmentBackend, limits: Limits, faults: Faults, cipher: Plain) -> None:
+    def __init__(self, backend: SegmentBackend, limits: Limits, cipher: Plain) -> None:
         self.backend, self.place, self.limits, self.cipher = backend, backend.place, limits, cipher
-        self._faults, self.counters, self.warn = faults, faults.counters, faults.warn
+        self.counters = Counters()
+        self.warn = self.counters.warn
         self.readers = OpenSegments()
         self.on_gone: list[Callable[[Collection[str]], None]] = []
         """Callbacks that receive the ids of deleted or replaced segments."""
         self.on_kept: list[Callable[[Collection[str]], None]] = []
         """Callbacks that receive the ids of segments that were stored or pinned."""
-        self.index = Index(backend, faults)
-        self.sidecars = Sidecars(backend, cipher, faults, self.reserved)
+        self.index = Index(backend, self.counters)
+        self.sidecars = Sidecars(backend, cipher, self.counters, self.reserved)
         self._removed: deque[str] = deque(maxlen=1024)  # segments that this process deleted recently
         self._next_look = 0.0  # time when `make_room` looks for lost readers again, by `time.monotonic`
 

@@ -37,7 +37,7 @@ from .container import (
     write_blocks,
 )
 from .engines import EngineFile, ReadOp
-from .faults import Faults, figure_of
+from .faults import Counters, figure_of
 from .geometry import ALIGNMENT, aligned
 from .kinds import SIDECAR, SIDECAR_MAGIC, decoding, sidecar_sizes
 from .lazy import torch
@@ -107,10 +107,10 @@ class Sidecars:
         self,
         backend: SegmentBackend,
         cipher: Plain,
-        faults: Faults,
+        counters: Counters,
         reserved: Callable[[str, int, Collection[str]], AbstractContextManager[Upload]],
     ) -> None:
-        self._backend, self._cipher, self._faults, self._reserved = backend, cipher, faults, reserved
+        self._backend, self._cipher, self._counters, self._reserved = backend, cipher, counters, reserved
 
     # --- writing and reading
 
@@ -131,7 +131,7 @@ class Sidecars:
         if odd := {array.dtype for array in arrays.values()} - set(_dtypes().values()):
             raise ValueError(f"arrays of {odd} are not supported in sidecars")
         if not self._backend.writable:
-            self._faults.counters.add("dropped_writes")
+            self._counters.add("dropped_writes")
             return False
         seal = self._cipher.new_seal()
         guard, nbytes = self._cipher.guard(seal), sum(aligned(a.nbytes, _ARRAY_ALIGNMENT) for a in arrays.values())
@@ -155,9 +155,9 @@ class Sidecars:
                 if not reader.is_current():
                     return False
                 upload.publish(True)
-                self._faults.counters.add("bytes_written", upload.nbytes())
+                self._counters.add("bytes_written", upload.nbytes())
         except (OSError, QuotaError, StoreBusyError) as error:
-            self._faults.note(
+            self._counters.note(
                 "dropped_writes", f"sidecars {type(error).__name__}", f"{name} could not be saved: {error}"
             )
             return False
@@ -189,7 +189,9 @@ class Sidecars:
             pass
         except (OSError, MemoryError, FormatError, IntegrityError) as error:
             figure = figure_of(error)
-            self._faults.note(figure, name, f"{self._backend.where(name)} cannot be used: {error}; it is created again")
+            self._counters.note(
+                figure, name, f"{self._backend.where(name)} cannot be used: {error}; it is created again"
+            )
             if figure == "verification_failures" and self._backend.writable:  # damaged
                 self._delete(name)
         return None

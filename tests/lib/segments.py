@@ -19,7 +19,6 @@ from hf_tiered_cache.store.backend import SegmentBackend
 from hf_tiered_cache.store.cipher import Plain
 from hf_tiered_cache.store.disk import SegmentStore
 from hf_tiered_cache.store.engines import PosixEngine
-from hf_tiered_cache.store.faults import Counters
 from hf_tiered_cache.store.folder import FolderBackend, head_of_file
 from hf_tiered_cache.store.format import HASH_BYTES, SegmentHeader
 from hf_tiered_cache.store.geometry import HASH_TOKENS, Geometry, KVLayout, LayerKV
@@ -84,7 +83,7 @@ def open_store(root: Path, *, verify: bool = True, cipher: Plain | None = None, 
 def store_over(backend: SegmentBackend, *, verify: bool = True, cipher: Plain | None = None, **limits) -> SegmentStore:
     """Open a segment store over any backend."""
     bounds = Limits(**{"floor": 0} | limits)
-    return SegmentStore(backend, verify=verify, limits=bounds, counters=Counters(), cipher=cipher)
+    return SegmentStore(backend, verify=verify, limits=bounds, cipher=cipher or Plain())
 
 
 def read_file(path: Path, cipher: Plain | None = None) -> Head:
