@@ -261,7 +261,7 @@ class ObjectUpload:
         return len(self._content)
 
     def publish(self, replace: bool) -> None:
-        self._records.put(*file_of(self._id), bytes(self._content), replace)
+        self._records.write(*file_of(self._id), bytes(self._content), replace)
 
 
 class ObjectRecords:
@@ -300,11 +300,7 @@ class ObjectRecords:
     def is_own(self, kind: FileKind, name: str) -> bool:
         return kind.owns(name, self.read)
 
-    def write(self, kind: FileKind, name: str, content: bytes) -> None:
-        self.put(kind, name, content, replace=True)
-
-    def put(self, kind: FileKind, name: str, content: bytes, replace: bool) -> None:
-        """Write an object. Raises FileExistsError if it exists, and is not to be replaced or not the library's."""
+    def write(self, kind: FileKind, name: str, content: bytes, replace: bool = True) -> None:
         path = _object_name(kind, name)
         if not replace:
             return self._backend.put_object(path, content, replace=False)

@@ -63,8 +63,8 @@ class RecordFiles(Protocol):
     def is_own(self, kind: FileKind, name: str) -> bool:
         """Return whether a file exists and was written by the library. Raises OSError."""
 
-    def write(self, kind: FileKind, name: str, content: bytes) -> None:
-        """Write or replace a file of the library atomically. Raises OSError."""
+    def write(self, kind: FileKind, name: str, content: bytes, replace: bool = True) -> None:
+        """Write a file atomically. Raises OSError, FileExistsError for one that must not or may not be replaced."""
 
     def make_empty(self, kind: FileKind, name: str) -> None:
         """Create an empty file, unless the library has already. Raises OSError."""

@@ -57,7 +57,7 @@ def test_what_is_no_regular_file_is_not_read_replaced_or_deleted(remote, folder,
         remote.head(B, lambda stored, page: len(page))
     for replace in (False, True):
         with pytest.raises(FileExistsError):
-            remote.records.put(SEGMENT, path.name, CONTENT, replace)
+            remote.records.write(SEGMENT, path.name, CONTENT, replace)
     assert remote.get_beginnings([NAME, f"segments/{B}.kv"], 8) == {NAME: SEGMENT_MAGIC}
     assert (f"segments/{B}.kv" in remote.unknown()) == (kind != "folder")
     assert os.path.lexists(path) and os.listdir(folder / "tmp") == []
