@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -149,36 +149,38 @@ class KVStore(StoreContents):
         limits = Limits(quota, floor=parse_bytes(free_space_floor, "free_space_floor"))
         queue_bytes = parse_bytes(queue_memory, "queue_memory")
         queue_device_bytes = parse_bytes(queue_device_memory, "queue_device_memory")
-        self.ttl = ttl
-        self.policy = policy
-        self.codec = make_codec(codec).name
+        self.ttl, self.policy, self.codec = ttl, policy, make_codec(codec).name
         sizes = parse_bytes(host_memory, "host_memory"), parse_bytes(device_memory, "device_memory")
         index_budget = parse_bytes(index_memory, "index_memory")
         make_policy(policy)  # refuses an unknown one before a folder is made
         remote_backend = None if remote is None else open_remote(remote, make=remote_write != "never")
-        place = open_backend(path, backend, engine)
-        self.path = place.root if isinstance(place, FolderBackend) else None
-        """Folder of the store, or None if it is in no folder."""
-        residency = Residency(
-            *sizes,
-            policy,
-            direct=place.reads_device and not cipher.key_id,  # the CPU decrypts
-            index_budget=index_budget,
-            register=place.register,
-        )
-        self._storage = Storage(
-            SegmentStore(place, verify=verify, limits=limits, cipher=cipher),
-            residency,
-            secret=secret,
-            policy=policy,
-            codec=self.codec,
-            ttl=ttl,
-            queue_bytes=queue_bytes,
-            queue_device_bytes=queue_device_bytes,
-            spot_checks=spot_checks,
-            remote=remote_backend,
-            remote_write=remote_write,
-        )
+        with ExitStack() as opened:  # closes a remote that was opened here, if the store cannot be opened
+            if remote_backend is not None and isinstance(remote, str):
+                opened.callback(remote_backend.close)
+            place = open_backend(path, backend, engine)
+            self.path = place.root if isinstance(place, FolderBackend) else None
+            """Folder of the store, or None if it is in no folder."""
+            residency = Residency(
+                *sizes,
+                policy,
+                direct=place.reads_device and not cipher.key_id,  # the CPU decrypts
+                index_budget=index_budget,
+                register=place.register,
+            )
+            self._storage = Storage(
+                SegmentStore(place, verify=verify, limits=limits, cipher=cipher),
+                residency,
+                secret=secret,
+                policy=policy,
+                codec=self.codec,
+                ttl=ttl,
+                queue_bytes=queue_bytes,
+                queue_device_bytes=queue_device_bytes,
+                spot_checks=spot_checks,
+                remote=remote_backend,
+                remote_write=remote_write,
+            )
+            opened.pop_all()
         for opened_backend in (place, remote_backend):
             if isinstance(opened_backend, ObjectBackend):
                 opened_backend.is_used = True

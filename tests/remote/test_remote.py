@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+from contextlib import closing
 from pathlib import Path
+from typing import ClassVar
+from unittest.mock import Mock
 
 import processes
 import pytest
 import torch
 from families import build, prompt
+from memory_backend import MemoryBackend
 from reference import kv_of, prefilled
 from servers import REMOTES
 from typer.testing import CliRunner
 
-from hf_tiered_cache import ConfigError, Geometry, KVStore, TieredCache
+from hf_tiered_cache import ConfigError, Geometry, KVStore, StoreError, TieredCache
 from hf_tiered_cache.cli import app
 from hf_tiered_cache.kvstore import storage_of
 from hf_tiered_cache.methods import ContiguousKV, Epic, Krul
 from hf_tiered_cache.remote import link, tier
+from hf_tiered_cache.store.backends import BACKENDS
 from hf_tiered_cache.store.kinds import SEGMENT_SUFFIX
 
 IDS = prompt(200)
@@ -88,6 +94,7 @@ def test_processes_share_prompts(tmp_path, place_of, kind):
     code = """
 import sys, torch
 from families import build, prompt
+from memory_backend import MemoryBackend
 from hf_tiered_cache import KVStore, TieredCache
 folder, address, name = sys.argv[1:]
 with torch.no_grad(), KVStore(folder, remote=address) as store:
@@ -374,3 +381,53 @@ def test_passwords_are_shown_nowhere(model, tmp_path, address, caplog, capfd):
     assert not any(b"hunter2" in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
     config = CliRunner().invoke(app, ["config"], env={"HF_TIERED_CACHE_REMOTE": address})
     assert "hunter2" not in config.output
+
+
+class _Counted(MemoryBackend):
+    """Remote with a thread, which ends when the remote is closed."""
+
+    opened: ClassVar[list[_Counted]] = []
+
+    def __init__(self, address):
+        super().__init__()
+        self.ended = threading.Event()
+        self.thread = threading.Thread(target=self.ended.wait)
+        self.thread.start()
+        _Counted.opened.append(self)
+
+    def close(self):
+        super().close()
+        self.ended.set()
+        self.thread.join()
+
+
+@pytest.mark.parametrize("fault", ["backend", "folder", "engine", "tiers", "key"])
+def test_a_remote_is_closed_if_its_store_cannot_be_opened(model, tmp_path, monkeypatch, fault):
+    monkeypatch.setitem(BACKENDS._parts, "counted", _Counted)
+    monkeypatch.setattr(_Counted, "opened", [])
+    options = {"path": tmp_path / "store"}
+    if fault == "backend":
+        options = {"backend": object()}
+    elif fault == "folder":
+        options["path"].write_text("")
+    elif fault == "engine":
+        options["engine"] = "none"
+    elif fault == "tiers":
+        monkeypatch.setattr("hf_tiered_cache.kvstore.Residency", Mock(side_effect=StoreError("no memory")))
+    else:
+        with KVStore(options["path"], key=bytes(32)) as store:
+            answer(model, store)
+        options["key"] = b"1" * 32
+    try:
+        with pytest.raises((ConfigError, StoreError)):
+            KVStore(**options, remote="counted://there")
+        (remote,) = _Counted.opened
+        assert remote.is_closed and not remote.thread.is_alive()
+    finally:
+        for remote in _Counted.opened:
+            remote.close()
+    if fault == "backend":
+        with closing(MemoryBackend()) as remote:  # it is its owner's
+            with pytest.raises(ConfigError):
+                KVStore(**options, remote=remote)
+            assert not remote.is_closed
