@@ -138,10 +138,15 @@ class SegmentStore(Space):
 
         A segment without an intact first block is deleted, so that it can be stored again. A read error, or an invalid
         header, may be temporary, so it hides the segment from this process only, and for a limited time. Errors that
-        are not caused by the file have no consequence for it.
+        are not caused by the file have no consequence for it. A segment that was deleted is forgotten, and is no error.
         """
-        if isinstance(error, FileNotFoundError) and segment_id in self._removed:
-            return  # it was deleted, or replaced, since it was looked up
+        if isinstance(error, FileNotFoundError):
+            if segment_id in self._removed:
+                return  # it was deleted, or replaced, since it was looked up
+            if self.backend.is_reachable():  # another process deleted it
+                self.forget([segment_id])
+                self.index.remove([segment_id])
+                return
         if not isinstance(error, OSError | FormatError | IntegrityError | RestoreError):
             self.warn(f"{type(error).__name__} {error}", f"segment {segment_id} was not restored: {error!r}")
             return
@@ -152,10 +157,6 @@ class SegmentStore(Space):
         self.readers.drop(segment_id)
         if figure == "verification_failures":
             self._handle_damage(segment_id, error)
-        elif isinstance(error, FileNotFoundError):
-            if self.backend.is_reachable():
-                self.forget([segment_id])
-                self.index.remove([segment_id])
         elif not is_of_the_process(error):
             self._hide(segment_id, for_good=not isinstance(error, OSError))
 
