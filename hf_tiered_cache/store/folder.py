@@ -89,10 +89,11 @@ class FolderBackend(SegmentBackend):
         for _ in range(_OPENINGS):
             with self.files.open(*file_of(segment_id)) as (fd, status):  # its inode is not reused while it is open
                 stored, head = _head(fd, status, length)
-                file = self.engine.open(path)
                 with suppress(FileNotFoundError):  # engines open by path: check that it is the same file
+                    file = self.engine.open(path)
                     if stored_in(os.stat(path, follow_symlinks=False)).version == stored.version:
                         return stored, head, file
+            self.files.check_in_place()
         raise OSError(errno.EAGAIN, "it is replaced repeatedly", path)
 
     def read(self, ops: Sequence[ReadOp]) -> Future[int]:

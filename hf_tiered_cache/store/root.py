@@ -177,6 +177,7 @@ class StoreRoot(FolderTree):
 
         Returns None if another process or thread has the lock. Raises OSError if the file cannot be locked.
         """
+        self.check_in_place()
         folder = self.folder_descriptor(kind.folder, make=True)
         for _ in range(_ATTEMPTS):
             status = self.find(kind, name)

@@ -229,11 +229,18 @@ class FolderTree:
         finally:
             _close(opened)
 
+    def check_in_place(self) -> None:
+        """Raise OSError if the folder is no longer at its path, by which SQLite and the engines open its files."""
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.stat(self.path), os.fstat(self.root_descriptor)):
+                return
+        raise OSError(errno.ESTALE, "it was moved, deleted or replaced; open the store again", str(self.path))
+
     def is_reachable(self) -> bool:
         """Return whether the folder is still at its path. If so, files that are not found in it were deleted."""
         with suppress(OSError):
-            is_here = os.path.samestat(os.stat(self.path), os.fstat(self.root_descriptor))
-            return is_here and self.folder_descriptor(SEGMENT.folder) >= 0
+            self.check_in_place()
+            return self.folder_descriptor(SEGMENT.folder) >= 0
         return False
 
     # --- files
