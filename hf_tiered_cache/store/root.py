@@ -175,9 +175,12 @@ class StoreRoot(FolderTree):
     def lock(self, kind: FileKind, name: str) -> LockFile | None:
         """Lock a file until it is closed. A missing file is created; existing content is not changed.
 
-        Returns None if another process or thread has the lock. Raises OSError if the file cannot be locked.
+        Returns None if another process or thread has the lock. Raises OSError if the file cannot be locked. All that
+        changes a store locks something, so this writes the marker again if somebody has emptied the open folder.
         """
         self.check_in_place()
+        if self.find(MARKER, MARKER_NAME) is None:
+            _mark(self)
         folder = self.folder_descriptor(kind.folder, make=True)
         for _ in range(_ATTEMPTS):
             status = self.find(kind, name)

@@ -156,3 +156,18 @@ def test_a_store_that_is_no_longer_at_its_path_says_so(model, tmp_path, caplog, 
     if change != "deleted":
         with KVStore(tmp_path / "moved") as store:
             assert ask(model, store, 0).tokens_restored == 48 and store.verify().ok
+
+
+@pytest.mark.parametrize("left_out", [(), ("lock", "segments")])
+def test_a_store_that_is_emptied_while_it_is_open_can_be_opened_again(model, tmp_path, left_out):
+    with KVStore(tmp_path) as store:
+        ask(model, store, 0)
+        store.flush()
+        for path in tmp_path.iterdir():
+            if path.name not in left_out:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        ask(model, store, 1)
+        ask(model, store, 1)
+    with KVStore(tmp_path) as store:
+        assert ask(model, store, 1).tokens_restored == 48
+        assert store.verify().ok and not store.verify().unknown
