@@ -20,8 +20,8 @@ SHORT = (
     f"the prompt is shorter than {HASH_TOKENS} tokens, and KV is stored and restored in units of {HASH_TOKENS} tokens"
 )
 NOT_STORED = (
-    "some KV was not stored: the disk quota, the free-space floor or the folder leaves no room (raise disk_quota), or "
-    "it could not be written; see the warning in the log, and store.stats.dropped_writes"
+    "some KV was not stored: the store cannot be written, or the disk quota, the free-space floor or the disk leaves "
+    "no room; see the warning in the log, and store.stats.dropped_writes"
 )
 DOUBTED = (
     "a spot check found stored KV that differs from what this model computes, so nothing is restored or stored for "
