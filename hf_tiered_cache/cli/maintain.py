@@ -32,16 +32,18 @@ def verify(
     """Read every byte of a store and compare every checksum.
 
     Without --repair, nothing is changed. Removed segments are computed and stored again when they are next requested.
-    Damaged records of conversations and documents are removed without the segments that they name. The exit status is 1
-    if damaged files remain. Otherwise it is 2 if encrypted segments were not checked, because --key-file is missing or
-    holds another key.
+    Damaged records of conversations and documents are removed without the segments that they name. Files that cannot be
+    read are kept. The exit status is 1 if damaged or unreadable files remain. Otherwise it is 2 if encrypted segments
+    were not checked, because --key-file is missing or holds another key.
     """
     with open_store(store, key_file=key_file) as kv_store:
         report = kv_store.verify(progress=not as_json, repair=repair)
     if as_json:
         print_json(report.as_dict())
     else:
-        verdict = f"{len(report.bad)} damaged" if report.bad else "no damage found"
+        num_damaged, num_unreadable = len(report.bad) - len(report.unreadable), len(report.unreadable)
+        verdict = f"{num_damaged} damaged" if num_damaged else "no damage found"
+        verdict += f", {num_unreadable} could not be read" if num_unreadable else ""
         amount = f"{count(report.segments, 'segment')}, {count(report.blocks, 'block')}"
         sidecars = f", {count(report.sidecars, 'sidecar')}" if report.sidecars else ""
         records = f", {count(report.records, 'record')}" if report.records else ""
@@ -49,7 +51,7 @@ def verify(
         for segment, reason in report.bad.items():
             print(f"  {segment}: {reason}{' (removed)' if segment in report.removed else ''}")
         _show_unknown(report.unknown)
-        if not report.ok and not repair:
+        if num_damaged and not repair:
             print(f"run `hf-tiered-cache verify {without_secrets(store)} --repair` to remove them")
     if report.ok and report.unread:
         reason = "no --key-file was given" if key_file is None else "they are encrypted with another key"

@@ -55,6 +55,7 @@ class SegmentStore(Space):
         super().__init__(backend, limits, cipher)
         self._verify = verify
         self._failures: dict[str, tuple[float, float]] = {}  # time of the last failure, and seconds of disuse after it
+        self._unopened = set[str]()  # segments that could not be opened because of the process, such as its permissions
         self._keys = self.index.keys() - {""}  # of the segments present when the store was opened
 
     def path(self, segment_id: str) -> Path:
@@ -84,10 +85,11 @@ class SegmentStore(Space):
         self._failures[segment_id] = time.monotonic(), inf if for_good else pause
 
     def hides_any(self, prefix_hashes: Sequence[bytes]) -> bool:
-        """Return whether a segment that `find` would return is hidden."""
-        if not self._failures:
+        """Return whether a segment whose chain begins with one of `prefix_hashes` is hidden, or could not be opened."""
+        if not (self._failures or self._unopened):
             return False
-        return any(self.is_hidden(row.id) for row in self.index.beginning_with(prefix_hashes))
+        rows = self.index.beginning_with(prefix_hashes)
+        return any(row.id in self._unopened or self.is_hidden(row.id) for row in rows)
 
     def reader(self, segment_id: str) -> SegmentReader | None:
         """Return an open segment, or None (counted and logged) if it cannot be used."""
@@ -119,8 +121,11 @@ class SegmentStore(Space):
         try:
             reader = self._open(segment_id)
         except (FormatError, OSError, MemoryError) as error:
+            if is_of_the_process(error):
+                self._unopened.add(segment_id)
             self.report(segment_id, error)
             return None
+        self._unopened.discard(segment_id)
         self.readers.keep(segment_id, reader)
         return reader
 

@@ -39,6 +39,8 @@ class VerifyReport:
     records: int = 0
     """Number of records of conversations and documents, and files of calibrations."""
     bad: dict[str, str] = field(default_factory=dict)
+    unreadable: list[str] = field(default_factory=list)
+    """Those of `bad` that could not be read, such as for lack of permission. A repair keeps them."""
     removed: list[str] = field(default_factory=list)
     unread: int = 0
     """Number of segments that were not read: encrypted with another key, or only one of segment and store has a key."""
@@ -49,7 +51,7 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """True if no damaged files are left."""
+        """True if no damaged or unreadable files are left."""
         return len(self.bad) == len(self.removed)
 
     def as_dict(self) -> dict[str, Any]:
@@ -127,7 +129,8 @@ def verify(store: SegmentStore, *, progress: bool = False, repair: bool = False)
             report.other_format += is_segment and isinstance(error, OtherFormatError)
             continue
         except (FormatError, IntegrityError, OSError) as error:
-            report.bad[name] = str(error)
+            report.bad[name] = _reason_of(error)
+            report.unreadable += [name] * isinstance(error, OSError)
             if repair and not isinstance(error, OSError):
                 report.removed += [name] * (store.remove([name]) if is_segment else backend.delete(name))
         report.segments += is_segment
@@ -151,10 +154,15 @@ def _verify_record(
         report.other_format += isinstance(error, OtherFormatError)
         return
     except (FormatError, OSError) as error:
-        report.bad[path] = str(error)
+        report.bad[path] = _reason_of(error)
+        report.unreadable += [path] * isinstance(error, OSError)
         if repair and not isinstance(error, OSError) and records.files.delete(records.kind, name):
             report.removed.append(path)
     report.records += 1
+
+
+def _reason_of(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error)
 
 
 def check(store: SegmentStore, segment_id: str) -> None:

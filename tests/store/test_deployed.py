@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 
 import pytest
 import torch
+from drawn_faults import path_of
 from families import prompt
 from mounts import run_with_mounts
 
-from hf_tiered_cache import KVStore, TieredCache
+from hf_tiered_cache import KVStore, TieredCache, reasons
 from hf_tiered_cache.errors import StoreError
 
 IDS = [prompt(60, seed=seed) for seed in range(8)]
@@ -171,3 +173,30 @@ def test_a_store_that_is_emptied_while_it_is_open_can_be_opened_again(model, tmp
     with KVStore(tmp_path) as store:
         assert ask(model, store, 1).tokens_restored == 48
         assert store.verify().ok and not store.verify().unknown
+
+
+# --- files of another user
+
+
+@pytest.mark.parametrize("error", [errno.EACCES, errno.EMFILE])
+def test_a_segment_that_this_process_may_not_open_is_the_reason_of_a_miss(model, tmp_path, monkeypatch, run, error):
+    with KVStore(tmp_path) as store:
+        ask(model, store, 0)
+    real, refuses = os.open, True
+
+    def refusing(path, *args, **options):
+        if refuses and str(path_of(path, options)).endswith(".kv"):
+            raise OSError(error, os.strerror(error), str(path))
+        return real(path, *args, **options)
+
+    with KVStore(tmp_path, host_memory=0) as store:
+        monkeypatch.setattr(os, "open", refusing)
+        for _ in range(2):
+            stats = ask(model, store, 0)
+            assert stats.tokens_restored == 0 and reasons.UNREADABLE in stats.reasons
+        assert reasons.NOTHING in ask(model, store, 1).reasons
+        status, out, _ = run("verify", tmp_path)
+        assert status == 1 and "2 could not be read" in out and "--repair" not in out
+        refuses = False
+        assert ask(model, store, 0).tokens_restored == 48
+        assert len(store.segments()) == 2 and store.verify().ok
