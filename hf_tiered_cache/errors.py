@@ -176,13 +176,20 @@ class _Placed(Protocol):
 _Store = TypeVar("_Store", bound=_Placed)
 
 
+def reason_of(error: BaseException) -> str:
+    """Return an error as a part of a message: that of a file without its number, as "lock: Permission denied"."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return str(error)
+
+
 @contextmanager
 def as_store_error(failure: str) -> Iterator[None]:
     """Raise a StoreError that begins with `failure`, such as "pins cannot be changed", in place of an OSError."""
     try:
         yield
     except OSError as error:
-        raise StoreError(f"{failure} ({error}); check its space and permissions, and the disk") from error
+        raise StoreError(f"{failure} ({reason_of(error)}); check its space and permissions, and the disk") from error
 
 
 def naming_place(operation: Callable[Concatenate[_Store, _P], _T]) -> Callable[Concatenate[_Store, _P], _T]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from .. import reasons
-from ..errors import ConfigError, ConversationInUseError, StoreClosedError, StoreError
+from ..errors import ConfigError, ConversationInUseError, StoreClosedError, StoreError, reason_of
 from ..store.catalogue import SegmentRow
 from ..store.conversations import ConversationRecord, Ownership
 from ..store.geometry import ALIGNMENT, aligned
@@ -135,7 +135,7 @@ class Conversation:
         except StoreClosedError:
             raise
         except (StoreError, OSError) as error:
-            return f"the conversation's record could not be written: {error}"
+            return f"the conversation's record could not be written: {reason_of(error)}"
         self.record = record
         return ""
 

@@ -17,7 +17,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..errors import IntegrityError, StoreError
+from ..errors import IntegrityError, StoreError, reason_of
 from ..passages.ranking import RANKED_IN_CONTEXT, KeptRankings
 from ..store import EXACT
 from ..store.codecs import coded_provenance
@@ -177,7 +177,8 @@ class SegmentRewriter:
         try:
             self.reorder(segment_id)
         except (StoreError, OSError) as error:  # no data is lost: the old or the new segment is stored
-            self._disk.warn(f"lay out {type(error).__name__}", f"segment {segment_id} could not be rewritten: {error}")
+            message = f"segment {segment_id} could not be rewritten: {reason_of(error)}"
+            self._disk.warn(f"lay out {type(error).__name__}", message)
         except Exception:  # a background job must report its failure; no data is lost
             logger.exception("segment %s could not be rewritten", segment_id)
 

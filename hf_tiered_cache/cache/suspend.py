@@ -18,7 +18,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from .. import reasons
 from ..conversations.sharing import REPLAYED_TOKENS
-from ..errors import StoreClosedError, StoreError, TieredCacheError
+from ..errors import StoreClosedError, StoreError, TieredCacheError, reason_of
 from ..layers import DenseSource, LayeredCache, LayerTensors
 from ..methods import ForConversation, IdleConversation, MergeDecision, PrefixMethod
 from ..patches.scope import Scope, enter, leave_to
@@ -94,7 +94,7 @@ def suspend_cache(executor: Executor, cache: LayeredCache, started: float) -> Su
                 idle = _idle(executor, sequence, readers, tokens)
                 compacted = method.compact(replace(idle, replay=_replay(executor, cache), decision=decision))
     except (TieredCacheError, OSError, ValueError) as error:
-        reason, decision.text = reason or f"the conversation could not be rewritten: {error}", ""
+        reason, decision.text = reason or f"the conversation could not be rewritten: {reason_of(error)}", ""
     if compacted is not None and (new_row := storage.disk.index.row(compacted)) is not None:
         replaced = [row for row in rows if row.position >= new_row.position]
         rows = [*rows[: len(rows) - len(replaced)], new_row]
@@ -108,7 +108,7 @@ def suspend_cache(executor: Executor, cache: LayeredCache, started: float) -> Su
             try:  # delete old segments only after the record names the new one
                 _replace(storage, [row.id for row in replaced], rows[-1].id)
             except (StoreError, OSError) as error:
-                reason = reason or f"a segment that was replaced by a new one could not be deleted: {error}"
+                reason = reason or f"a segment that was replaced by a new one could not be deleted: {reason_of(error)}"
     storage.note_uses()
     storage.warn_of(reason)
     nbytes, seconds = sum(row.nbytes for row in rows), time.perf_counter() - started

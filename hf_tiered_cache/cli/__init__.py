@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from .. import __version__
-from ..errors import TieredCacheError
+from ..errors import TieredCacheError, reason_of
 from . import calibrate, listing, maintain, records, serve, timeline, top
 
 app = typer.Typer(
@@ -140,7 +140,7 @@ def main() -> None:
     except TieredCacheError as error:
         reason = str(error)
     except OSError as error:
-        reason = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        reason = reason_of(error)
     else:
         return
     print(f"hf-tiered-cache: {' '.join(reason.split())}", file=sys.stderr)

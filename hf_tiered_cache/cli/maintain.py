@@ -251,7 +251,7 @@ class Copied:
 def _send(source: str, target: str, names: list[str], key_file: Path | None) -> Copied:
     from tqdm.auto import tqdm
 
-    from ..errors import FormatError, IntegrityError
+    from ..errors import FormatError, IntegrityError, reason_of
     from ..kvstore import storage_of
     from ..remote.write_back import send_segment
     from ..store.backends import open_remote
@@ -275,7 +275,7 @@ def _send(source: str, target: str, names: list[str], key_file: Path | None) -> 
                 check(disk, segment_id)
                 upload = send_segment(disk.backend, remote, segment_id)
             except (OSError, FormatError, IntegrityError) as error:
-                result.failed[segment_id] = str(error)
+                result.failed[segment_id] = reason_of(error)
                 continue
             if upload is None:
                 result.left_out[segment_id] = conversations.get(segment_id, "")

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
-from ..errors import ConfigError, ConversationInUseError, FormatError
+from ..errors import ConfigError, ConversationInUseError, FormatError, reason_of
 from .catalogue import SegmentRow
 from .faults import LOGGER
 from .kinds import CONVERSATION, CONVERSATION_LOCK, LOCK_SUFFIX, RECORD_SUFFIX, FileKind, name_of, record_name, seconds
@@ -285,15 +285,17 @@ class Ownership:
                 time.sleep(_PAUSE_SECONDS)
         except OSError as error:  # nothing is stored in a read-only folder, so nothing can be lost
             if error.errno not in _NOT_WRITABLE:
+                reason = reason_of(error)
                 LOGGER.warning(
-                    "%s cannot be locked, so another process may continue with it, too: %s", self._path, error
+                    "%s cannot be locked, so another process may continue with it, too: %s", self._path, reason
                 )
             return None
         try:
             content = json.dumps({"pid": os.getpid(), "since": time.time()}).encode()
             self.files.rewrite(file, CONVERSATION_LOCK, self._name, content)
         except OSError as error:  # then the lock file does not state its owner
-            LOGGER.warning("%s is locked, but does not name the process that holds it: %s", self._path, error)
+            reason = reason_of(error)
+            LOGGER.warning("%s is locked, but does not name the process that holds it: %s", self._path, reason)
         return file
 
 

@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from stat import S_ISREG
 from typing import Any, TypeVar
 
+from ..errors import reason_of
 from .faults import LOGGER
 from .kinds import CATALOGUE, CATALOGUE_LOCK, CATALOGUE_LOG, CATALOGUE_NAME, DATABASE_FILES, LOCK_SUFFIX, not_own
 from .root import StoreRoot
@@ -196,7 +197,7 @@ class Database:
                 self._identity = self._identify()
                 return self._db
         except OSError as error:
-            raise UnavailableError(f"the database cannot be opened: {error}") from error
+            raise UnavailableError(f"the database cannot be opened: {reason_of(error)}") from error
 
     def _check(self, files: StoreRoot) -> None:
         """Make sure that SQLite opens only the library's own files. It would follow a link and overwrite any content.

@@ -24,6 +24,7 @@ from ..errors import (
     RestoreError,
     StoreBusyError,
     as_store_error,
+    reason_of,
 )
 from .backend import SegmentBackend, Upload
 from .catalogue import SegmentRow
@@ -156,9 +157,8 @@ class SegmentStore(Space):
             self.warn(f"{type(error).__name__} {error}", f"segment {segment_id} was not restored: {error!r}")
             return
         figure = figure_of(error)
-        self.counters.note(
-            figure, segment_id, f"segment {segment_id} cannot be used: {error}; its tokens are computed again"
-        )
+        message = f"segment {segment_id} cannot be used: {reason_of(error)}; its tokens are computed again"
+        self.counters.note(figure, segment_id, message)
         self.readers.drop(segment_id)
         if figure == "verification_failures":
             self._handle_damage(segment_id, error)
@@ -239,7 +239,7 @@ class SegmentStore(Space):
             self.counters.add("duplicate_writes")
             self.index.confirm(header.id)
         except (OSError, NotOursError, QuotaError, StoreBusyError, KVRefusedError) as error:
-            message = f"a segment of {header.file_bytes} bytes was not stored: {error}"
+            message = f"a segment of {header.file_bytes} bytes was not stored: {reason_of(error)}"
             self.counters.note("dropped_writes", type(error).__name__, message)
             if out_of_descriptors(error):
                 self.readers.close_others()  # so that the next segment can be stored

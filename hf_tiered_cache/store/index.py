@@ -10,7 +10,7 @@ from contextlib import suppress
 from operator import methodcaller
 from typing import Concatenate, ParamSpec, TypeVar
 
-from ..errors import FormatError, NotOursError, StoreError
+from ..errors import FormatError, NotOursError, StoreError, reason_of
 from .backend import SegmentBackend
 from .catalogue import Catalogue, SegmentRow
 from .database import is_damage
@@ -75,7 +75,7 @@ class Index:
                 self._note(
                     "catalogue_errors",
                     "catalogue",
-                    f"the catalogue cannot be opened ({error}), and no new KV is stored until it can be opened",
+                    f"the catalogue cannot be opened ({reason_of(error)}), and no new KV is stored until it can be",
                 )
         return Catalogue(None)
 

@@ -171,7 +171,7 @@ class Records(Generic[R]):
         except FormatError as error:
             self._warn(name, f"{place} is damaged, or of another program, and is not used ({error}); move it elsewhere")
         except OSError as error:
-            self._warn(name, f"{place} cannot be read ({error.strerror}); check the disk")
+            self._warn(name, f"{place} cannot be read ({error.strerror}); check the disk and its permissions")
         return None
 
     def read(self, *key: str) -> R | None:
@@ -302,7 +302,8 @@ class Calibrations:
         try:
             return self._load()
         except OSError as error:
-            self._warn("unreadable", f"{self._where}: {error.strerror}, so no calibration is used; check the disk")
+            advice = "so no calibration is used; check the disk and its permissions"
+            self._warn("unreadable", f"{self._where}: {error.strerror}, {advice}")
             return {}
 
     def names(self) -> list[str]:

@@ -308,7 +308,7 @@ def _claim(tree: FolderTree, make: bool) -> bool:
         if not make and isinstance(error, FileNotFoundError):
             raise StoreError(f"there is no store at {tree.path}") from error
         if not make:
-            raise StoreError(f"{tree.path} cannot be read ({reason}); check the disk") from error
+            raise StoreError(f"{tree.path} cannot be read ({reason}); check the disk and its permissions") from error
     LOGGER.warning("%s is not writable (%s), so no new KV is stored", tree.path, reason)
     return False
 

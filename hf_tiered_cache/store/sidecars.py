@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..errors import FormatError, IntegrityError, QuotaError, StoreBusyError
+from ..errors import FormatError, IntegrityError, QuotaError, StoreBusyError, reason_of
 from .backend import SegmentBackend, Upload
 from .cipher import Plain
 from .container import (
@@ -158,7 +158,7 @@ class Sidecars:
                 self._counters.add("bytes_written", upload.nbytes())
         except (OSError, QuotaError, StoreBusyError) as error:
             self._counters.note(
-                "dropped_writes", f"sidecars {type(error).__name__}", f"{name} could not be saved: {error}"
+                "dropped_writes", f"sidecars {type(error).__name__}", f"{name} could not be saved: {reason_of(error)}"
             )
             return False
         return True
@@ -189,9 +189,8 @@ class Sidecars:
             pass
         except (OSError, MemoryError, FormatError, IntegrityError) as error:
             figure = figure_of(error)
-            self._counters.note(
-                figure, name, f"{self._backend.where(name)} cannot be used: {error}; it is created again"
-            )
+            message = f"{self._backend.where(name)} cannot be used: {reason_of(error)}; it is created again"
+            self._counters.note(figure, name, message)
             if figure == "verification_failures" and self._backend.writable:  # damaged
                 self._delete(name)
         return None

@@ -684,7 +684,7 @@ def test_a_fault_of_the_system_is_one_line_too(run, store, monkeypatch):
     status, _, err = run("rm", store[0], "--all", "--yes")
     assert status == 2 and err.count("\n") == 1
     assert err.startswith(f"hf-tiered-cache: a file of {store[0]} cannot be read or changed")
-    assert "Permission denied: 'kv-store/segments/x.kv'" in err
+    assert "(kv-store/segments/x.kv: Permission denied)" in err and "Errno" not in err
 
 
 def test_a_reader_that_has_seen_enough_is_no_error(store):

@@ -541,7 +541,7 @@ def test_a_folder_that_cannot_become_a_store_says_which_part_it_lacks(root, monk
 
 @pytest.mark.parametrize("failing", ["lock", "list_names"])
 def test_a_file_that_cannot_be_used_is_reported_in_one_sentence_that_names_the_store(
-    whole, model, tmp_path, monkeypatch, failing
+    whole, model, tmp_path, monkeypatch, caplog, failing
 ):
     root = tmp_path / "store"
     shutil.copytree(whole, root)
@@ -574,3 +574,4 @@ def test_a_file_that_cannot_be_used_is_reported_in_one_sentence_that_names_the_s
         monkeypatch.undo()
     assert len(raised) >= 2
     assert all(str(root) in message and "\n" not in message for message in raised), raised
+    assert "Errno" not in "".join(raised) + caplog.text
