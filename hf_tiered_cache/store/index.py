@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
 import threading
 import time
@@ -15,6 +16,7 @@ from .backend import SegmentBackend
 from .catalogue import Catalogue, SegmentRow
 from .database import is_damage
 from .faults import Counters
+from .kinds import SEGMENT
 from .segment import read_head
 
 _REPAIR_SECONDS = 10.0
@@ -22,6 +24,10 @@ _REPAIR_SECONDS = 10.0
 _SCANNING_SECONDS = 1.0
 """Seconds before segments that could not be read or added are tried again; twice as long after each further failure."""
 _MOST_SCANNING_SECONDS = 60.0
+_LOOKING_SECONDS = 1.0
+"""Seconds before an index of this process alone is compared again with a folder that others have changed."""
+_UNSETTLED_NS = 1_000_000_000
+"""Nanoseconds for which a folder may change again with the same time of change: clocks of files are coarse."""
 _AT_ONCE = 256  # segments that are added in one transaction
 _FAULTS = (sqlite3.Error, OverflowError, MemoryError)
 _P = ParamSpec("_P")
@@ -57,6 +63,7 @@ class Index:
         self._repair_lock = threading.Lock()
         self._repaired_at = self._opened = -_REPAIR_SECONDS
         self._scanned_generation = 0  # the catalogue generation that was last synchronized with the backend
+        self._listed_at: int | None = None  # result of `_changed_at` before the last scan
         self._closed = False
         self.catalogue = self._open_catalogue()
         try:
@@ -168,6 +175,7 @@ class Index:
     def scan(self) -> None:
         """Synchronize the catalogue with the backend: add segments without a row, and remove rows without a segment."""
         self._failure = ""
+        self._listed_at = self._changed_at()
         generation, listed = self.catalogue.generation, self.ids()
         try:
             present = set(self._backend.names())
@@ -288,7 +296,8 @@ class Index:
             generation = catalogue.generation
             try:
                 answer = action(catalogue)
-                if catalogue.generation == self._scanned_generation or not self._compare():
+                is_current = catalogue.generation == self._scanned_generation and not self._is_behind()
+                if is_current or not self._compare():
                     break
             except _FAULTS as error:
                 damaged = isinstance(error, sqlite3.Error) and is_damage(error)
@@ -300,8 +309,23 @@ class Index:
                     break
         return answer
 
+    def _changed_at(self) -> int | None:
+        """Return when the folder of segments was last changed; None if it may change unseen, 0 if it is unknown."""
+        with suppress(OSError):
+            if self._backend.catalogue is not None:
+                changed_at = os.fstat(self._backend.catalogue.folder_descriptor(SEGMENT.folder)).st_mtime_ns
+                return None if abs(time.time_ns() - changed_at) < _UNSETTLED_NS else changed_at
+        return 0  # or cannot be read, so that looking again is of no use
+
+    def _is_behind(self) -> bool:
+        """Return whether others may have changed the folder since a scan, which only a shared catalogue shows."""
+        if self.catalogue.is_shared or self._backend.catalogue is None:
+            return False
+        has_waited = time.monotonic() - self._scanned >= _LOOKING_SECONDS
+        return has_waited and (self._listed_at is None or self._changed_at() != self._listed_at)
+
     def _compare(self) -> bool:
-        """Scan after the catalogue was replaced. Returns False if a scan is already running."""
+        """Scan after the catalogue was replaced, or the folder changed. Returns False if a scan is already running."""
         if not self._repair_lock.acquire(blocking=False):
             return False
         try:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import sqlite3
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,6 +16,9 @@ from mounts import run_with_mounts
 
 from hf_tiered_cache import KVStore, TieredCache, reasons
 from hf_tiered_cache.errors import StoreError
+from hf_tiered_cache.kvstore import storage_of
+from hf_tiered_cache.store import index
+from hf_tiered_cache.store.catalogue import Catalogue
 
 IDS = [prompt(60, seed=seed) for seed in range(8)]
 GREEDY = {"do_sample": False, "max_new_tokens": 3}
@@ -200,3 +205,44 @@ def test_a_segment_that_this_process_may_not_open_is_the_reason_of_a_miss(model,
         refuses = False
         assert ask(model, store, 0).tokens_restored == 48
         assert len(store.segments()) == 2 and store.verify().ok
+
+
+# --- readers of a folder that others write
+
+
+@pytest.mark.parametrize("cause", ["not writable", "no catalogue"])
+def test_a_store_that_cannot_write_finds_what_others_store(model, tmp_path, monkeypatch, cause):
+    monkeypatch.setattr(index, "_LOOKING_SECONDS", 0.0)
+    with KVStore(tmp_path) as writer:
+        ask(model, writer, 0)
+        writer.flush()
+        with monkeypatch.context() as patch:
+            if cause == "not writable":
+                patch.setattr(os, "access", lambda *_, dir_fd=None: False)
+            else:
+                patch.setattr(Catalogue, "shared", Mock(side_effect=sqlite3.OperationalError("disk I/O error")))
+            reader = KVStore(tmp_path, host_memory=0)
+        with reader:
+            assert ask(model, reader, 0).tokens_restored == 48
+            for number in (1, 2, 3):
+                ask(model, writer, number)
+                writer.flush()
+                assert ask(model, reader, number).tokens_restored == 48
+            assert len(reader.segments()) == 4
+            writer.remove([row.id for row in writer.segments()])
+            assert ask(model, reader, 0).tokens_restored == 0
+            assert not reader.segments()
+
+
+def test_a_store_that_cannot_write_lists_its_folder_only_after_a_change(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(index, "_LOOKING_SECONDS", 0.0)
+    with KVStore(tmp_path) as store:
+        ask(model, store, 0)
+    os.utime(tmp_path / "segments", (1, 1))
+    monkeypatch.setattr(os, "access", lambda *_, dir_fd=None: False)
+    with KVStore(tmp_path, host_memory=0) as store:
+        names = Mock(side_effect=storage_of(store).disk.backend.names)
+        monkeypatch.setattr(storage_of(store).disk.backend, "names", names)
+        for _ in range(3):
+            assert ask(model, store, 0).tokens_restored == 48
+        assert not names.called
