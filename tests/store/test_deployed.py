@@ -24,9 +24,9 @@ IDS = [prompt(60, seed=seed) for seed in range(8)]
 GREEDY = {"do_sample": False, "max_new_tokens": 3}
 
 
-def ask(model, store, number):
+def ask(model, store, number, record=True):
     """Generate, compare the tokens with those of transformers, and return the statistics."""
-    cache = TieredCache(model, store)
+    cache = TieredCache(model, store, record=record)
     output = model.generate(IDS[number], past_key_values=cache, **GREEDY)
     assert torch.equal(output, model.generate(IDS[number], **GREEDY))
     return cache.stats
@@ -199,12 +199,12 @@ def test_a_segment_that_this_process_may_not_open_is_the_reason_of_a_miss(model,
         for _ in range(2):
             stats = ask(model, store, 0)
             assert stats.tokens_restored == 0 and reasons.UNREADABLE in stats.reasons
-        assert reasons.NOTHING in ask(model, store, 1).reasons
+        assert reasons.NOTHING in ask(model, store, 1, record=False).reasons
         status, out, _ = run("verify", tmp_path)
-        assert status == 1 and "2 could not be read" in out and "--repair" not in out
+        assert status == 1 and "1 could not be read" in out and "--repair" not in out
         refuses = False
         assert ask(model, store, 0).tokens_restored == 48
-        assert len(store.segments()) == 2 and store.verify().ok
+        assert len(store.segments()) == 1 and store.verify().ok
 
 
 # --- readers of a folder that others write
