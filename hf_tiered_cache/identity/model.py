@@ -142,12 +142,15 @@ class ModelDescription(CodeDescription):
         kinds = varying_kinds(module)
         replaced = names_passes_replace(kinds)
         self._add_attributes(location, module, inner_idle, replaced)
+        is_offloaded = offloaded(module) is not None
         for parts in (module._parameters, module._buffers, module._modules):
             if parts:
                 self.watch.content(parts)  # including the order, which matters for a list of modules
             is_ordered = parts is module._modules or origin_of_class(kind) == USER
             for name, part in parts.items() if is_ordered else sorted(parts.items()):  # PEFT registers some again
-                if name in idle or name in replaced or not self.watch.item(parts, name):
+                # accelerate replaces an offloaded weight at each pass; its source is watched
+                is_moved = is_offloaded and isinstance(part, torch.Tensor) and part.is_meta
+                if name in idle or name in replaced or not (is_moved or self.watch.item(parts, name)):
                     continue
                 self.words.append(name)
                 path = f"{location}.{name}" if location else name

@@ -10,7 +10,7 @@ from families import build, prompt
 from thorough import pairs
 
 from hf_tiered_cache import KVStore, TieredCache, attach, detach
-from hf_tiered_cache.identity import fingerprint
+from hf_tiered_cache.identity import Fingerprinter, fingerprint
 
 GREEDY = {"do_sample": False, "max_new_tokens": 6}
 
@@ -58,6 +58,29 @@ def test_it_records_and_restores_its_own(tmp_path, way):
             cache = TieredCache(model, store)
             assert torch.equal(model.generate(ids, past_key_values=cache, **GREEDY), expected)
             assert cache.stats.tokens_restored == tokens_restored
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_passes_that_move_weights_are_no_change(tmp_path, way):
+    model = way(build("llama"), tmp_path)
+    name = Fingerprinter(model)
+    before, description, weights = name.look(), name._description, name._weights
+    for _ in range(20):  # more than a model that changes at every pass may change
+        with torch.no_grad():
+            model(prompt(4), use_cache=False)
+        assert name.look(begins_request=False) is before
+    assert name._description is description and name._weights is weights
+
+
+@pytest.mark.parametrize("way", [offloaded_to_host, offloaded_to_disk])
+def test_a_parameter_that_replaces_an_offloaded_one_counts(tmp_path, way):
+    model = way(build("llama"), tmp_path)
+    name = Fingerprinter(model)
+    before = name()
+    layer = model.model.layers[0].mlp.up_proj
+    remove_hook_from_module(layer)
+    layer.weight = torch.nn.Parameter(torch.zeros(layer.weight.shape))
+    assert name() == fingerprint(model) != before
 
 
 @pytest.mark.parametrize("way", WAYS)
