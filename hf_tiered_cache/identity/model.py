@@ -231,7 +231,9 @@ class ModelDescription(CodeDescription):
             # modules of packages keep values of their configuration
             add = self._add_setting if origin_of_class(kind) in TRUSTED else self.add
             add(f"the attribute {location}.{name}" if location else f"the attribute {name}", value)
-        if kind._save_to_state_dict is not nn.Module._save_to_state_dict:  # packed and scaled weights of int8 layers
+        save = kind._save_to_state_dict
+        # torch packs weights of int8 layers; what other packages save may change the module (bitsandbytes)
+        if save is not nn.Module._save_to_state_dict and home_of(save) == "torch":
             saved: dict[str, Any] = {}
             module._save_to_state_dict(saved, "", True)
             own_ids = {id(part) for part in (*module._parameters.values(), *module._buffers.values())}

@@ -13,6 +13,7 @@ from families import build, prompt
 from torch import nn
 
 from hf_tiered_cache import TieredCache
+from hf_tiered_cache.identity import fingerprint
 from hf_tiered_cache.identity.code import CodeDescription
 from hf_tiered_cache.identity.description import Undescribable
 
@@ -141,3 +142,21 @@ def test_an_attribute_that_an_object_without_attributes_gets_is_noticed(store):
         cache = TieredCache(model, store)
         model(prompt(70), past_key_values=cache, logits_to_keep=1)
     assert cache.stats.tokens_restored == 0
+
+
+class Unpacked(nn.Linear):
+    """A layer that computes with other weights once it was saved, like some of bitsandbytes."""
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        self.weight.data = self.weight.data * 2
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
+
+def test_a_description_saves_no_module_of_other_code():
+    model = build("llama")
+    model.model.layers[0].mlp.up_proj.__class__ = Unpacked
+    with torch.no_grad():
+        expected = model(prompt(4)).logits
+        name = fingerprint(model)
+        assert torch.equal(model(prompt(4)).logits, expected)
+    assert fingerprint(model) == name
