@@ -20,7 +20,7 @@ from ..errors import ConfigError
 from ..reasons import bypassed
 from . import rope, rotary
 from .attention import PATCHES
-from .layers import PREFILL_CONTINUES_CACHE, base_model, cache_argument, devices_of, restoring_depth
+from .layers import PREFILL_CONTINUES_CACHE, base_model, cache_argument, devices_of, restoring_depth, warn_if_inexact
 from .replacement import Replacement, copy_as_it_is, copy_without, without_hook
 from .scope import CACHE_ARGUMENTS, EAGER_STANCE, ServedCache, Session, arguments_by_name, current, follows_cache
 
@@ -67,12 +67,7 @@ class Attachment:
         for patch in self._patches:
             patch.apply()
         self.active = True
-        if any("quantized.dynamic" in type(module).__module__ for module in model.modules()):
-            logger.warning(
-                "%s has dynamically quantized layers, which scale their inputs by all tokens of a pass, so answers "
-                "after a restored prefix may differ from those of one pass over the whole prompt",
-                type(model).__name__,
-            )
+        warn_if_inexact(model)
 
     @contextmanager
     def batched_pass(self) -> Iterator[None]:

@@ -6,8 +6,9 @@ For plans that compute less with depth, see Krul, Section 4.
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import CodeType
 from typing import Any
 
@@ -21,7 +22,9 @@ from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from ..errors import UnsupportedModelError
 from .replacement import Replacement
 from .rope import picked
-from .scope import CACHE_ARGUMENTS, Scope, current
+from .scope import CACHE_ARGUMENTS, EAGER_STANCE, Scope, current
+
+logger = logging.getLogger("hf_tiered_cache")
 
 _KNOWN_ARGUMENTS = frozenset(
     {
@@ -138,6 +141,30 @@ def offloaded(module: nn.Module) -> Mapping[str, torch.Tensor] | None:
     hook = getattr(module, "_hf_hook", None)
     maps = (getattr(candidate, "weights_map", None) for candidate in (hook, *getattr(hook, "hooks", ())))
     return next((weights for weights in maps if weights is not None), None)
+
+
+def warn_if_inexact(model: PreTrainedModel) -> None:
+    """Warn of layers that quantize their inputs by a scale, or by outliers (LLM.int8), of all tokens of a pass."""
+    modules = list(model.modules())
+    states = (getattr(module, "state", None) for module in modules if _is_of_bitsandbytes(module))
+    has_outliers = any(getattr(state, "threshold", 0) > 0 for state in states)
+    if has_outliers or any("quantized.dynamic" in type(module).__module__ for module in modules):
+        logger.warning(
+            "%s has layers that quantize the inputs of all tokens of a pass together, so answers after a restored "
+            "prefix may differ from those of one pass over the whole prompt",
+            type(model).__name__,
+        )
+
+
+def settle(model: PreTrainedModel) -> None:
+    """Run one token if the model has layers of bitsandbytes, which convert their weights in the first pass."""
+    if not model.training and any(map(_is_of_bitsandbytes, model.modules())):
+        with torch.no_grad(), EAGER_STANCE if is_compiled(model) else nullcontext():
+            model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), use_cache=False)
+
+
+def _is_of_bitsandbytes(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("bitsandbytes.")
 
 
 def can_drop(model: nn.Module, count: int) -> bool:

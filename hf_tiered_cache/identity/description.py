@@ -30,7 +30,7 @@ from transformers import PreTrainedConfig
 
 from ..errors import UnsupportedModelError
 from ..patches.replacement import Replacement
-from .origin import INSTALLED, USER, file_digest, origin_of_class, origin_of_module
+from .origin import INSTALLED, OVERWRITTEN, USER, file_digest, origin_of_class, origin_of_module
 from .watch import PARTS, Watch, slots_of, state_of
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...), type(NotImplemented), range)
@@ -227,7 +227,7 @@ class Description(ABC):
         self.add_members(location, kind, frozenset())
         self._add_items(location, state.values, tuple)
         if state.attributes is not None:
-            self._add_state(location, value)
+            self._add_state(location, value, OVERWRITTEN.get(f"{kind.__module__}.{kind.__qualname__}", frozenset()))
         self._add_slots(location, value, state.slots)
         if state.base is not None:
             self._add_container(location, value, state.base)

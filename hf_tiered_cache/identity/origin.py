@@ -242,6 +242,8 @@ UNRELATED = frozenset(
 """Attributes of torch, transformers, accelerate and peft that affect no KV or depend on the prompt."""
 ADAPTER_STATE = frozenset({"_active_adapter", "_disable_adapters", "merged_adapters", "_caches"})
 """Attributes of adapter layers that `adapter_state` covers."""
+OVERWRITTEN = {"bitsandbytes.autograd._functions.MatmulLtState": frozenset({"idx"})}
+"""Attributes that passes set before they read them, by the class of an object."""
 CONSTRUCTORS = frozenset({"__init__", "__new__", "__post_init__"})
 _UNCALLED = CONSTRUCTORS | {
     *("__init_subclass__", "__class_getitem__", "__set_name__", "__del__"),

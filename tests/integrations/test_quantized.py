@@ -1,13 +1,13 @@
-"""Models whose weights are quantized by torchao or quanto: exact KV, or a plain pass with a reason."""
+"""Models with weights that a package has quantized: exact KV, or a plain pass with a reason."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from families import build, prompt
-from transformers import DynamicCache
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, DynamicCache
 
-from hf_tiered_cache import TieredCache
+from hf_tiered_cache import KVStore, TieredCache
 
 
 def ask(model, store):
@@ -64,6 +64,35 @@ def test_quanto_activations_run_plain_with_a_reason(store):
         assert torch.equal(logits, model(prompt(70)).logits[:, -1:])
         assert stats.tokens_restored == 0
         assert "a hook on" in stats.reason
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"load_in_8bit": True},
+        {"load_in_4bit": True},
+        {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
+    ],
+)
+def test_bitsandbytes_restores_from_the_first_request_of_each_process(tmp_path, config):
+    """The first pass converts the weights, and each one keeps the outliers of its inputs."""
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    build("llama", hidden_size=128, intermediate_size=256).save_pretrained(tmp_path / "model")
+    with KVStore(tmp_path / "kv") as store:
+        for is_later in (False, True):  # loaded twice, as by two processes
+            model = AutoModelForCausalLM.from_pretrained(
+                tmp_path / "model", quantization_config=BitsAndBytesConfig(**config), device_map="cpu"
+            )
+            for tokens_restored in (64 * is_later, 64):
+                logits, stats = ask(model, store)
+                assert stats.tokens_restored == tokens_restored
+            assert torch.equal(logits, after_prefix(model))
+            for _ in range(20):  # more than a model that changes at every pass may change
+                assert ask(model, store)[1].tokens_restored == 64
+        layer = model.model.layers[0].self_attn.k_proj
+        with torch.no_grad():
+            (layer.state.SCB if "load_in_8bit" in config else layer.weight.quant_state.absmax).mul_(2)
+        assert "weights" in ask(model, store)[1].reason
 
 
 def quantized(quanto, weights, **options):
