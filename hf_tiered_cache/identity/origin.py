@@ -230,6 +230,7 @@ UNRELATED = frozenset(
         *("generation_config", "name_or_path", "loss_type", "kernel_config", "all_tied_weights_keys"),
         *("gradient_checkpointing", "rope_deltas", "max_seq_len_cached", "generate", "generate_batch"),
         *("prepare_inputs_for_generation", "quantization_method", "is_quantized", "is_loaded_in_4bit", "hf_quantizer"),
+        *("base_class", "hqq_quantized", "linear_tags"),  # of hqq
         *("hf_device_map", "warnings_issued", "is_gradient_checkpointing", "peft_config", "vocab_size"),
         *("to", "cuda", "cpu", "npu", "xpu", "mlu", "sdaa", "musa", "train", "eval"),
         *("_no_split_modules", "_skip_keys_device_placement", "_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"),
@@ -239,7 +240,7 @@ UNRELATED = frozenset(
         *("_gradient_checkpointing_func", "_output_capturing_hooks_installed", "_is_accelerate_prepared"),
     }
 )
-"""Attributes of torch, transformers, accelerate and peft that affect no KV or depend on the prompt."""
+"""Attributes of torch, transformers, accelerate, peft and hqq that affect no KV or depend on the prompt."""
 ADAPTER_STATE = frozenset({"_active_adapter", "_disable_adapters", "merged_adapters", "_caches"})
 """Attributes of adapter layers that `adapter_state` covers."""
 OVERWRITTEN = {"bitsandbytes.autograd._functions.MatmulLtState": frozenset({"idx"})}

@@ -95,6 +95,25 @@ def test_bitsandbytes_restores_from_the_first_request_of_each_process(tmp_path, 
         assert "weights" in ask(model, store)[1].reason
 
 
+def test_hqq_weights_restore_every_bit_in_each_process(store):
+    pytest.importorskip("hqq", reason="hqq is not installed")
+    from hqq.core.quantize import BaseQuantizeConfig
+    from hqq.models.hf.base import AutoHQQHFModel
+
+    for is_later in (False, True):
+        model = build("llama")
+        config = BaseQuantizeConfig(nbits=4, group_size=64)
+        AutoHQQHFModel.quantize_model(model, quant_config=config, compute_dtype=torch.float32, device="cpu")
+        model.linear_tags.sort(reverse=is_later)  # in the order of a set of texts, which differs between processes
+        for tokens_restored in (64 * is_later, 64):
+            logits, stats = ask(model, store)
+            assert stats.tokens_restored == tokens_restored
+        assert torch.equal(logits, after_prefix(model))
+    with torch.no_grad():
+        model.model.layers[0].self_attn.k_proj.meta["scale"].mul_(2)
+    assert "weights" in ask(model, store)[1].reason
+
+
 def quantized(quanto, weights, **options):
     """Return a model that quanto has quantized."""
     model = build("llama")
