@@ -65,6 +65,9 @@ def base_model(model: nn.Module) -> PreTrainedModel:
         )
     if callable(get_base := getattr(model, "get_base_model", None)):
         return base_model(get_base())
+    part = next((name for name in ("base_model", "model") if name in model._modules), "")
+    if part and type(model).__module__.startswith("peft."):  # a `PeftMixedModel`, or a tuner
+        return base_model(model.get_submodule(part))
     raise UnsupportedModelError(
         f"{type(model).__name__} is not a transformers model; pass the model that has generate()"
     )

@@ -6,6 +6,7 @@ import pytest
 import torch
 from families import build, prompt
 
+from hf_tiered_cache import TieredCache
 from hf_tiered_cache.identity import Fingerprinter, fingerprint
 
 peft = pytest.importorskip("peft")
@@ -87,3 +88,16 @@ def test_an_adapter_that_mixes_the_tokens_of_a_pass_looks_ahead_while_it_is_acti
     assert name.look().looks_ahead
     with tuned.disable_adapter():
         assert not name.look().looks_ahead
+
+
+def test_adapters_of_several_kinds_restore_what_they_stored(store):
+    kind = peft.LoHaConfig(r=4, target_modules=["v_proj"], init_weights=False)
+    tuned = peft.get_peft_model(build("llama"), kind, mixed=True)
+    tuned.add_adapter("two", peft.LoraConfig(r=4, target_modules=["k_proj"], init_lora_weights=False))
+    tuned.set_adapter(["default", "two"])
+    tuned.eval()
+    expected = tuned.generate(prompt(70), max_new_tokens=6)
+    for tokens_restored in (0, 64):
+        cache = TieredCache(tuned, store)
+        assert torch.equal(tuned.generate(prompt(70), past_key_values=cache, max_new_tokens=6), expected)
+        assert cache.stats.tokens_restored == tokens_restored
