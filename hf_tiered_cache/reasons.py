@@ -48,7 +48,10 @@ IN_CHUNKS = (
     "are restored completely or computed; leave prefill_chunk_size out"
 )
 TRAINING = "the model is in training mode, so nothing is restored or stored; call model.eval()"
-ROW_ADAPTERS = "the rows of the batch use different adapters, so nothing is restored or stored"
+ROW_ADAPTERS = (
+    "the call selects adapters by row or by token (adapter_names, activated LoRA), so nothing is restored or stored; "
+    "select one for all with set_adapter()"
+)
 FILLED_ELSEWHERE = (
     "the cache is filled outside of the forward passes of its model, so nothing is restored, selected or stored; call "
     "the causal LM that the cache was created for, and create a new cache after detach() or the end of a session"
