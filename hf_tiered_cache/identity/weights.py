@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any
 
 import numpy as np
@@ -47,6 +47,14 @@ def plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
         return [tensor]
     inner, _ = tensor.__tensor_flatten__()
     return [plain for name in inner for plain in plain_tensors(getattr(tensor, name))]
+
+
+def wrapped_tensors(tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, str, torch.Tensor]]:
+    """Yield each tensor that a wrapper subclass consists of, at any depth, after its wrapper and its name in it."""
+    if is_traceable_wrapper_subclass(tensor):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield tensor, name, getattr(tensor, name)
+            yield from wrapped_tensors(getattr(tensor, name))
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -83,8 +91,8 @@ class WeightDigests:
 
     def __init__(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         self.names: list[str] = []
-        self._watched: list[torch.Tensor] = []
-        self._wrappers: list[torch.Tensor] = []  # subclasses that wrap other tensors
+        watched: dict[int, torch.Tensor] = {}  # once each: descriptions name wrapped tensors, too
+        wrapped: list[tuple[torch.Tensor, str, torch.Tensor]] = []
         self._copied: list[torch.Tensor] = []  # quantized: bytes are available as a copy only
         self._named_tensors = list(tensors)
         for name, tensor in self._named_tensors:
@@ -92,17 +100,18 @@ class WeightDigests:
             self.names.append(
                 " ".join((name, signature(tensor), *(signature(part) for part in plain if part is not tensor)))
             )
-            self._watched += plain
+            watched |= {id(part): part for part in plain}
             if tensor.is_quantized:
                 self._copied.append(tensor)
-            elif plain[0] is not tensor:
-                self._wrappers.append(tensor)
+            wrapped += wrapped_tensors(tensor)
+        self._watched = list(watched.values())
+        self._wrapped: Any = tuple(zip(*wrapped, strict=True)) or ((), (), ())
         self._lock = threading.Lock()
         self._edited = False  # whether `held_since` found an edit that `changed` has not handled yet
         self._read_at = time.monotonic()
         """Start of the last complete read, a time of `time.monotonic`."""
         self._places, self._versions = self._read_places(), self._read_versions()
-        self._layouts = None if self._wrappers or self._copied else _layouts_of(self._watched)
+        self._layouts = None if self._copied else _layouts_of(self._watched)
         on_device: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
         for number, tensor in enumerate(self._watched):
             if tensor.numel():
@@ -121,6 +130,9 @@ class WeightDigests:
 
     def has_moved(self) -> bool:
         """Return whether a tensor has other memory or another layout now, so that its elements were not digested."""
+        wrappers, names, parts = self._wrapped
+        if not all(map(is_, map(getattr, wrappers, names), parts)):
+            return True
         if self._layouts is not None and self._layouts.check(*self._watched):
             return list(map(torch.Tensor.data_ptr, self._watched)) != self._places[0]
         if self._read_places() != self._places:
@@ -181,7 +193,6 @@ class WeightDigests:
     def _read_places(self) -> tuple[list[Any], ...]:
         return (
             *(list(map(read, self._watched)) for read in _PLACE),
-            [id(plain) for wrapper in self._wrappers for plain in plain_tensors(wrapper)],
             list(map(_version, self._copied)),
         )
 

@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 from families import ROUNDS_MORE, build, prompt
+from torch.testing._internal.two_tensor import TwoTensor
 
 from hf_tiered_cache import TieredCache
 from hf_tiered_cache.identity import Fingerprinter, fingerprint, weights
@@ -38,6 +39,54 @@ def test_another_layout_of_the_same_memory_is_noticed(edit):
 def test_another_layout_is_noticed_without_the_check_of_torch_compile(edit, monkeypatch):
     monkeypatch.setattr(weights, "TensorGuards", None)
     test_another_layout_of_the_same_memory_is_noticed(edit)
+
+
+@pytest.fixture
+def wrapped():
+    """Return a model with a weight that consists of two tensors, of which the first one is another such weight."""
+    model, halves = build("llama"), torch.ones(96, 64)
+    weight = TwoTensor(TwoTensor(halves, halves * 2), TwoTensor(halves * 3, halves * 4))
+    model.model.layers[1].mlp.up_proj.weight = torch.nn.Parameter(weight, requires_grad=False)
+    return model
+
+
+def test_wrapped_tensors_are_read_at_once(wrapped, monkeypatch):
+    name = Fingerprinter(wrapped)
+    identity, reads = name.look(), []
+    monkeypatch.setattr(weights.WeightDigests, "_read_places", lambda self: reads.append(self))
+    assert name.look(begins_request=False) is name.look() is identity
+    assert not reads
+
+
+def replace_in_the_wrapper(weight):
+    weight.a.b = weight.a.b.clone() + 1
+
+
+def replace_memory(weight):
+    weight.b.a.data = weight.b.a + 1
+
+
+def write(weight):
+    weight.b.b.mul_(2)
+
+
+@pytest.mark.parametrize("edit", [replace_in_the_wrapper, replace_memory, write])
+def test_an_edit_of_a_wrapped_tensor_is_noticed(wrapped, edit):
+    name = Fingerprinter(wrapped)
+    before = name()
+    with torch.no_grad():
+        edit(wrapped.model.layers[1].mlp.up_proj.weight)
+    assert name() == fingerprint(wrapped) != before
+
+
+@pytest.mark.parametrize("edit", [replace_in_the_wrapper, replace_memory, write])
+def test_an_edit_of_a_wrapped_tensor_is_noticed_by_the_digests_alone(edit):
+    halves = torch.ones(96, 64)
+    weight = TwoTensor(TwoTensor(halves, halves * 2), TwoTensor(halves * 3, halves * 4))
+    digests = weights.WeightDigests([("weight", weight)])
+    assert not digests.has_moved() and not digests.changed()
+    edit(weight)
+    assert digests.has_moved() or digests.changed()
 
 
 def test_layouts_are_read_one_by_one_only_after_a_change_of_the_mode(monkeypatch):
