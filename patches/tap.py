@@ -132,14 +132,7 @@ class RotaryTap:
         keys = tensor.narrow(3, 0, like.dims)
         call.rotate_(keys, cos, sin, first, self.table_cache.is_by_halves(call, keys, cos, sin))
 
-    def rotate_at_(
-        self,
-        like: PreRopeKV,
-        tensor: torch.Tensor,
-        positions: torch.Tensor,
-        stop: int,
-        heads: torch.Tensor | None = None,
-    ) -> None:
+    def rotate_at_(self, like: PreRopeKV, tensor: torch.Tensor, positions: torch.Tensor, stop: int) -> None:
         """Turn stored keys, in place, into those of any positions: add the bias, and rotate. See `rotate_`.
 
         Args:
@@ -147,10 +140,9 @@ class RotaryTap:
             tensor: `[heads, n, dim]`: of all KV heads, or of the first ones.
             positions: int64 `[sets, n]` on the tensor's device: one set for all heads, or one for each.
             stop: Upper bound of the positions, exclusive.
-            heads: KV head of each key, int64 `[n]` on the tensor's device, if those of several heads are in one row.
         """
         if like.bias is not None:
-            tensor.add_(like.bias[: len(tensor)] if heads is None else like.bias[heads].movedim(-2, 0))
+            tensor.add_(like.bias[: len(tensor)])
         call = like.rotation
         cos, sin = self._tables_at(call, stop, tensor.device)
         part = tensor[..., : like.dims]

@@ -234,11 +234,8 @@ def _forked(rows: Sequence[Any]) -> list[Any]:
 def _rotation(forward_pass: Pass, pre_rope: PreRopeKV) -> Rotate:
     """Return a function that rotates stored keys as the layer's own keys were rotated."""
 
-    def rotate_(tensor: torch.Tensor, positions: np.ndarray, stop: int, heads: np.ndarray | None = None) -> None:
-        if not pre_rope.rotated:
-            return
-        heads_on_device = None if heads is None or pre_rope.bias is None else to_device(heads, tensor.device)
-        positions_on_device = to_device(positions, tensor.device)
-        forward_pass.tap.rotate_at_(pre_rope, tensor, positions_on_device, stop, heads_on_device)
+    def rotate_(tensor: torch.Tensor, positions: np.ndarray, stop: int) -> None:
+        if pre_rope.rotated:
+            forward_pass.tap.rotate_at_(pre_rope, tensor, to_device(positions, tensor.device), stop)
 
     return rotate_

@@ -187,44 +187,6 @@ class Gather:
             yield _Picked(slab, slot, inside, target_positions, head if per_head else None)
 
 
-def gather_chunks(
-    shape: SegmentShape, block_group: BlockGroup, requests: Sequence[tuple[Blocks, np.ndarray, np.ndarray]]
-) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
-    """Copy chunks that are whole blocks (see `SegmentShape.has_chunks_of`), for all heads of a layer at once.
-
-    Args:
-        shape: Shape of one of the segments, which share layout and geometry.
-        block_group: One of the KV cache groups that the blocks belong to.
-        requests: Blocks, requested chunks of their segment, int64 `[n]`, and the caller's number of each, int64 `[n]`.
-
-    Returns:
-        Keys and values of all chunks, `[n, chunk_tokens, dim]` each, in memory order, and their numbers, int64 `[n]`.
-
-    Raises:
-        LookupError: Blocks lack a requested chunk.
-    """
-    parts: list[Blocks] = []
-    for blocks, chunks, _ in requests:
-        at = blocks.chunks.searchsorted(chunks)
-        if (blocks.chunks.take(at, mode="clip") != chunks).any():
-            raise LookupError(_NOT_FETCHED)
-        parts.append(blocks[at])
-    joined, order = Blocks.in_order(parts), np.concatenate([numbers for *_, numbers in requests])
-    width = min(slab.shape[1] for slab in joined.slabs)  # segments may pad blocks differently, at their ends
-    gathered, begin, in_memory = joined.slabs[0].new_empty(len(joined), width), 0, []  # uint8 [n, width]
-    for slab, rows, places in joined.rows_by_slab():
-        target = gathered[begin : begin + len(rows)]
-        torch.index_select(slab[:, :width], 0, to_device(rows, slab.device), out=target)
-        begin += len(rows)
-        in_memory.append(places)
-    order = order[np.concatenate(in_memory)]
-    decoded = {
-        part.tensor: shape.decode(block_group, part, shape.field_views(gathered, part)).squeeze(1)
-        for part in block_group.parts
-    }  # [n, tokens, dim] each
-    return decoded["key"], decoded["value"], order
-
-
 def _spans(ascending: np.ndarray) -> bool:
     """Return whether distinct integers, ascending, are consecutive."""
     return int(ascending[-1]) - int(ascending[0]) + 1 == len(ascending)

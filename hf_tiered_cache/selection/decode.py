@@ -305,8 +305,7 @@ class DecodeSelection:
                 rows.index_copy_(0, b_row, aside.index_select(0, b_slot))
                 aside.index_copy_(0, s_slot, displaced)
             if len(r_row):
-                chunks = chunks_of[index].flatten(1)
-                rows.index_copy_(0, r_row, chunks.index_select(0, r_source) if len(r_source) else chunks)
+                rows.index_copy_(0, r_row, chunks_of[index].flatten(1).index_select(0, r_source))
             if offloaded is not None:
                 rows.index_copy_(0, c_row, offloaded[index].flatten(1))
 
@@ -316,24 +315,15 @@ class DecodeSelection:
         """Return the chunks of a row that were fetched from the tiers.
 
         Returns:
-            Chunks to copy to the row's positions; the index of each in the tensors that follow, int64 `[n]`, or nothing
-                if they are in this order; and rotated keys and values, `[m, chunk_tokens, dim]` each.
+            Chunks to copy to the row's positions; the index of each in the tensors that follow, int64 `[n]`; and
+                rotated keys and values, `[m, chunk_tokens, dim]` each.
         """
-        restores, tokens, size = update.restored, update.tokens, update.state.size
-        in_order = restores.heads[:0]
+        restores, tokens, size, place = update.restored, update.tokens, update.state.size, update.place
         if not update.requests:
-            return restores, in_order, keys, values
-        row, heads = tokens.row, len(keys)
-        if (blocks := self._table.copy_chunks(tokens, layer, size, heads)) is not None:
-            chunk_keys, chunk_values, order = blocks
-            restores = Fetches(*(indices[order] for indices in restores))
-            positions = (restores.chunks[:, None] * size + np.arange(size)).reshape(1, -1)
-            rotate_(chunk_keys.view(1, -1, chunk_keys.shape[2]), positions, row.tokens, restores.heads.repeat(size))
-            return restores, in_order, chunk_keys, chunk_values
-        width = tokens.tokens.shape[1]
+            return restores, place, keys, values
+        heads, width = len(keys), tokens.tokens.shape[1]
         fetched = [tensor.new_empty(heads, width, tensor.shape[2]) for tensor in (keys, values)]
         self._table.restore(tokens, layer, fetched[0], fetched[1], rotate_)
-        place = update.place
         if len(tokens.tokens) < heads:  # one set for all heads
             of_heads = np.arange(heads).repeat(len(place))
             restores, place = Fetches(of_heads, *(np.tile(part, heads) for part in restores[1:])), np.tile(place, heads)

@@ -8,16 +8,16 @@ and cancels fetches, and `UnitTable` does the rest.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from ..restore.fetch import Fetcher, FetchUnit
-from ..restore.gather import Gather, gather_chunks
+from ..restore.gather import Gather
 from ..restore.rows import RowGroup, SegmentSlice
 from ..store.geometry import BlockGroup
 from ..store.segment import SegmentReader
@@ -25,19 +25,9 @@ from ..store.shape import SegmentShape
 from ..tiers.scores import Attention
 from .selectors import ChunkMap
 
-
-class Rotate(Protocol):
-    """Function that turns stored keys in place into those of other positions."""
-
-    def __call__(
-        self, tensor: torch.Tensor, positions: np.ndarray, stop: int, heads: np.ndarray | None = None, /
-    ) -> None:
-        """Turn keys, `[heads, n, dim]`, in place into those of positions below `stop`.
-
-        `positions`, int64 `[sets, n]`, are one set for all heads, or one for each. `heads` names the KV head of each
-        key, int64 `[n]`, if keys of several heads are in one row, `[1, n, dim]`.
-        """
-
+Rotate = Callable[[torch.Tensor, np.ndarray, int], None]
+"""Function that turns stored keys, `[heads, n, dim]`, in place into those of positions, int64 `[sets, n]`: one set for
+all heads, or one for each. Its last argument is an upper bound of the positions, exclusive."""
 
 Request = tuple[FetchUnit, np.ndarray]
 """Unit and the chunks to fetch of it, int64, ascending."""
@@ -253,37 +243,6 @@ class UnitTable:
             gathers[key].copy(
                 (part, targets[part.tensor]) for part in parts if part.first_head < len(targets[part.tensor])
             )
-
-    def copy_chunks(
-        self, tokens: RowTokens, layer: int, size: int, heads: int
-    ) -> tuple[torch.Tensor, torch.Tensor, np.ndarray] | None:
-        """Copy whole chunks of `size` tokens that are blocks of one head each, and note that attention uses them.
-
-        Returns:
-            Keys and values, `[n, size, dim]` each, and the number of each chunk, counted over all sets, int64 `[n]`.
-                None if a chunk is no block, or if all `heads` KV heads share one set.
-        """
-        if len(tokens.sets) < heads:
-            return None
-        counts = [len(token_set) // size for token_set in tokens.sets]
-        first_of_set = np.cumsum(counts) - counts
-        sources: list[tuple[FetchUnit, np.ndarray, np.ndarray]] = []
-        for piece, block_group, sets, *_ in tokens.held((layer,)):
-            for head, first, inside in sets:
-                if not len(inside):
-                    continue
-                is_aligned = not (first | int(inside[0]) | len(inside)) % size
-                if not is_aligned or not piece.reader.shape.has_chunks_of(block_group, size):
-                    return None
-                first_chunk = first_of_set[head] + first // size
-                numbers = np.arange(first_chunk, first_chunk + len(inside) // size)
-                unit = self._units[piece.reader, block_group.index]  # which was fetched
-                sources.append((unit, inside[::size] // size, numbers))
-        unit = sources[0][0]
-        blocks = [(unit.blocks, chunks, numbers) for unit, chunks, numbers in sources]
-        self.note_use(tokens, self.units(layer), layer)
-        keys, values, order = gather_chunks(unit.reader.shape, unit.block_group, blocks)
-        return keys.contiguous(), values, order
 
     @staticmethod
     def note_use(tokens: RowTokens, units: Iterable[FetchUnit], layer: int) -> None:

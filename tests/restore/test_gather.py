@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
 from hf_tiered_cache.restore.fetch import FetchUnit
-from hf_tiered_cache.restore.gather import Gather, gather_chunks
+from hf_tiered_cache.restore.gather import Gather
 from hf_tiered_cache.store.geometry import Geometry, KVLayout, LayerKV, block_groups
 from hf_tiered_cache.store.shape import SegmentShape, TokenTables
 from hf_tiered_cache.tiers.slabs import Blocks
@@ -169,34 +169,6 @@ def test_blocks_that_were_not_fetched_are_not_taken_for_others(tokens):
     with pytest.raises(LookupError, match="not fetched"):
         gather.add(shape, blocks, np.array(tokens), np.arange(len(tokens)))
         gather.copy([(shape.block_groups[0].parts[0], torch.empty(HEADS, len(tokens), DIM))])
-
-
-@given(slabs=st.integers(1, 3), chunks=st.integers(1, 12), seed=st.integers(0, 1000))
-def test_chunks_that_are_blocks_are_copied_whole(slabs, chunks, seed):
-    """They contain all heads of two segments at one layer, in any slots."""
-    random, layer = np.random.default_rng(seed), int(seed % LAYERS)
-    segments = [made(chunks * 8, Geometry(8, 1, 1), False, seed + i) for i in range(2)]
-    requests, expected = [], []
-    for shape, kv, memory in segments:
-        for group in shape.block_groups:
-            if layer in group.layers:
-                assert shape.has_chunks_of(group, 8)
-                held_chunks = np.sort(random.permutation(chunks)[: random.integers(1, chunks + 1)])
-                blocks = scattered(memory[group.index], held_chunks, slabs, random)
-                requested_chunks = random.permutation(held_chunks)
-                requests.append((blocks, requested_chunks, len(expected) + np.arange(len(requested_chunks))))
-                head = group.parts[0].first_head
-                expected += [
-                    tuple(kv[name][layer, head, chunk * 8 : chunk * 8 + 8] for name in ("key", "value"))
-                    for chunk in requested_chunks
-                ]
-    *tensors, order = gather_chunks(segments[0][0], segments[0][0].block_groups[0], requests)
-    assert sorted(order) == list(range(len(expected)))
-    for tensor, output in enumerate(tensors):
-        assert torch.equal(output, torch.stack([expected[number][tensor] for number in order]))
-    lacking = [(requests[0][0], np.array([chunks]), np.array([0]))]
-    with pytest.raises(LookupError, match="not fetched"):
-        gather_chunks(segments[0][0], segments[0][0].block_groups[0], lacking)
 
 
 @pytest.mark.parametrize(
