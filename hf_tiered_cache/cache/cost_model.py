@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from .. import reasons
-from ..methods import BudgetMethod, Method, Passages, PrefixMethod
+from ..methods import BudgetMethod, Exact, Method, Passages, PrefixMethod
 from ..methods.base import with_few_layers
 from ..patches.attach import Attachment
 from ..patches.layers import can_drop
@@ -36,6 +36,8 @@ from .sequence import SequenceState
 from .storage import Storage
 from .suitability import can_recompute_prefix
 
+RESTORE_ALL = Exact(recompute=0.0, decline=False)
+"""Method that restores whatever is stored."""
 _LIKELY_TOKENS = 1024  # minimum length of the prefix for which a geometry is chosen
 _DIM = 64  # size of a head, for estimates of a codec's bytes
 
@@ -49,30 +51,23 @@ def choose_strategy(plan: Plan, sequence: SequenceState) -> tuple[Plan | None, s
 
     Return the plan with recomputed prefixes by layer and "", or None and the reason why all is computed.
     """
-    method, store = sequence.method, sequence.store
-    recompute: float | Literal["auto"] = 0.0
-    decline = False
-    steepness: Sequence[float] = STEEPNESS
-    if isinstance(method, PrefixMethod):
-        recompute, decline, steepness = method.recompute, method.decline, method.recompute_steepness
     if plan.suffix is None:
         return plan, ""
+    method = sequence.method if isinstance(sequence.method, PrefixMethod) else RESTORE_ALL
+    recompute, decline = method.recompute, method.decline
+    if recompute == "auto" and not sequence.calibration.measured:  # nothing to choose by
+        recompute, decline = 0.0, False
     required = required_recompute(plan)
     is_incomplete = bool(required.any())
     if not (decline or recompute or is_incomplete):
         return plan, ""
-    if recompute == "auto" and not sequence.calibration.measured:
+    if not _may_recompute_prefix(plan, sequence):
         recompute = 0.0
-        if not is_incomplete:
-            return plan, ""
-    may_recompute = _may_recompute_prefix(plan, sequence)
-    if is_incomplete and not may_recompute:
-        return None, reasons.PREFIX_NOT_STORED
-    if not may_recompute:
-        recompute = 0.0
+        if is_incomplete:
+            return None, reasons.PREFIX_NOT_STORED
     costs = sequence.calibration.at(plan.base + plan.suffix)
-    residency, device_of = store.residency, sequence.attachment.devices.__getitem__
-    chosen_plan = fastest_plan(plan, required, recompute, decline, costs, residency, device_of, steepness)
+    tiers = sequence.store.residency, sequence.attachment.devices.__getitem__
+    chosen_plan = fastest_plan(plan, required, recompute, decline, costs, *tiers, method.recompute_steepness)
     return chosen_plan, "" if chosen_plan is not None else reasons.SLOWER
 
 

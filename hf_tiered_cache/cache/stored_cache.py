@@ -15,7 +15,7 @@ from transformers import Cache, PreTrainedModel
 from .. import reasons
 from ..errors import CacheMismatchError, ConfigError
 from ..layers import DenseSource, SelectedSource, kv_sources, sources_for
-from ..methods import BudgetMethod, Exact, Method
+from ..methods import BudgetMethod, Method
 from ..patches.attach import Attachment, attach, attachment_of
 from ..patches.attention import can_select
 from ..patches.layers import base_model
@@ -26,6 +26,7 @@ from ..stats import RequestStats
 from ..store.geometry import HASH_TOKENS
 from ..tiers.collector import StatsCollector
 from .cache_state import CacheOptions
+from .cost_model import RESTORE_ALL
 from .executor import Executor
 from .spot_check import deviation, held_from, tolerance
 from .storage import Storage
@@ -174,7 +175,7 @@ class StoredCache(Cache, ServedCache):
         """Compute the last 16 of the first row's `tokens`, int64 `[n]`, again, and compare them with the cache."""
         executor, sequence = self._executor, self._executor.sequence
         options = replace(executor.options, record=False, progress=False)
-        again = StoredCache.over(self.model, executor.store, Exact(recompute=0.0, decline=False), options)
+        again = StoredCache.over(self.model, executor.store, RESTORE_ALL, options)
         again._executor.generates, again._executor.new_prompt = True, len(tokens)  # exempt from spot checks
         with torch.no_grad():
             ids = tokens.to(executor.attachment.devices[0])[None]  # [1, tokens]

@@ -18,6 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ..cache.cache_state import CacheOptions
 from ..cache.calibrations import Calibration, PrefixCosts, check_saving, keep, keep_prefix_costs, prefix_calibration
+from ..cache.cost_model import RESTORE_ALL
 from ..cache.request import ForwardArguments
 from ..cache.storage import Storage
 from ..cache.stored_cache import StoredCache
@@ -155,7 +156,7 @@ def calibrate_prefix(
     Raises:
         ConfigError: A length is below 16, or above the model's maximum position.
     """
-    method = Exact(recompute=0.0, decline=False).coded(storage.codec)
+    method = RESTORE_ALL.coded(storage.codec)
     lengths = sorted(set(tokens))
     if not lengths or lengths[0] < HASH_TOKENS:
         raise ConfigError(f"prefixes must have at least {HASH_TOKENS} tokens, not {list(tokens)}")
