@@ -70,10 +70,8 @@ class CacheState:
         """True if a prompt begins with the next pass, or its first pass is not reported yet."""
         self.new_prompt = 0
         """Number of positions of the prompt that `generate()` began with an empty cache; 0 if none is known."""
-        self.observer: AttentionDistances | None = None
+        self.observer: AttentionDistances | None = method.observer() if isinstance(method, ForConversation) else None
         """Observer of the queries of supported passes, if the method has one."""
-        if isinstance(method, ForConversation):
-            self.observer = method.observer()
         if self.observer is not None and (why := cannot_observe(attachment.model)):
             self.observer.cannot_see(why)
         self._finish: Callable[[], None] = lambda: None

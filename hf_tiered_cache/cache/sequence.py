@@ -339,14 +339,13 @@ class SequenceState:
                 self.store.rewriter.prompt_done({reader.id for reader in plan.readers}, self.method.reorder_every)
         num_restored, num_attended = plan.restored_tokens, plan.attended_tokens
         before = min(sum(self.stored_in_pieces.values()), num_restored)
-        num_computed = plan.num_positions - plan.restored_until
         self.recorder.collector.add(
             tokens_restored=num_restored - before,
             tokens_recomputed=round(plan.recomputed_tokens),
             tokens_computed=tokens - num_restored,
             tokens_attended=num_attended - min(before, num_attended),
         )
-        return num_computed
+        return plan.num_positions - plan.restored_until
 
     def _report_passages(self, plan: Plan | None) -> None:
         """Report what became of the passages so far."""

@@ -144,7 +144,7 @@ class _CacheWatch:
 
     def _run(self, attachment: Any, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
         cache, began = self._watched, time.perf_counter()
-        restored, computed = cache.stats.tokens_restored, cache.stats.tokens_computed
+        before = cache.stats.tokens_restored, cache.stats.tokens_computed
 
         def traced(*arguments: Any, **named: Any) -> Any:
             self._layer, self._left = -1, time.perf_counter()
@@ -155,10 +155,8 @@ class _CacheWatch:
         try:
             return type(cache).run(cache, attachment, traced, kwargs)
         finally:
-            counts = {
-                "restored": cache.stats.tokens_restored - restored, "computed": cache.stats.tokens_computed - computed,
-            }  # fmt: skip
-            self._timeline.add("pass", MODEL, began, time.perf_counter(), **counts)
+            restored, computed = cache.stats.tokens_restored - before[0], cache.stats.tokens_computed - before[1]
+            self._timeline.add("pass", MODEL, began, time.perf_counter(), restored=restored, computed=computed)
             self._timeline.flush()
 
     def _update(

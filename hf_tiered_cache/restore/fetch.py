@@ -96,7 +96,7 @@ class Fetcher:
     device_of: Callable[[int], torch.device]
     ahead_bytes: int | None = None
     _ahead: dict[FetchUnit, int] = field(default_factory=dict)  # bytes fetched ahead, until the unit is waited for
-    _users: dict[BlockHandle, int] = field(default_factory=dict)
+    _users: dict[BlockHandle, int] = field(default_factory=dict)  # number of units that use it
     _unconfirmed: dict[BlockHandle, None] = field(default_factory=dict)  # used before they were verified
 
     def fetch(
@@ -194,19 +194,15 @@ class Fetcher:
                 self.collector.add(bytes_used=unit.bytes_used(chunks_read), **{figure: unused})
             self._ahead.pop(unit, None)
             for handle in unit.handles:
-                self._release(handle)
+                self._users[handle] -= 1
+                if not self._users[handle]:
+                    del self._users[handle]
+                    self.residency.release(handle)
             unit.handles.clear()
             unit.fetched.clear()
             unit.from_disk, unit.blocks = False, NO_BLOCKS  # releases the memory
         if bytes_delivered:
             self.collector.add(bytes_delivered=bytes_delivered, bytes_delivered_identifying=bytes_identifying)
-
-    def _release(self, handle: BlockHandle) -> None:
-        """Drop one unit's reference to a block handle, and release the handle with the last one."""
-        self._users[handle] -= 1
-        if not self._users[handle]:
-            del self._users[handle]
-            self.residency.release(handle)
 
     def cancel(self) -> None:
         """Release all block handles, wherever the pass has stopped."""

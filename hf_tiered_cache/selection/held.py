@@ -24,7 +24,7 @@ import torch
 
 from ..errors import ConfigError, unknown_name
 from ..store.memory import to_device
-from .decode_index import DecodeIndex, build_index
+from .decode_index import DecodeIndex
 
 INDEXED_TOKENS = 1024
 """Number of tokens that are offloaded together and share one index."""
@@ -325,27 +325,6 @@ class OffloadedChunks:
         at = to_device(heads, torch.device("cpu")), to_device(chunks - self.first, torch.device("cpu"))
         keys, values = (tensor[at].to(device, non_blocking=True) for tensor in (self.keys, self.values))
         return keys, values
-
-
-def append_offloaded(
-    previous: OffloadedChunks | None,
-    first: int,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    chunk_tokens: int,
-    kind: type[DecodeIndex],
-) -> OffloadedChunks:
-    """Append newly offloaded keys and values to the KV offloaded before, and return both with their indexes.
-
-    Rotated keys and values are `[kv_heads, tokens, dim]`, and `chunk_tokens` divides tokens. Without a `previous`, the
-    first offloaded chunk has the number `first`.
-    """
-    index = build_index(kind, keys, chunk_tokens)
-    blocks = [tensor.unflatten(1, (-1, chunk_tokens)).cpu() for tensor in (keys, values)]
-    if previous is None:
-        return OffloadedChunks(first, blocks[0].clone(), blocks[1].clone(), (index,))
-    merged = [torch.cat(pair, dim=1) for pair in zip((previous.keys, previous.values), blocks, strict=True)]
-    return OffloadedChunks(previous.first, merged[0], merged[1], (*previous.indexes, index))
 
 
 @dataclass(eq=False)

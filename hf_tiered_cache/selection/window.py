@@ -14,8 +14,8 @@ import torch
 from ..store.memory import to_host
 from .clusters import ClusterIndex
 from .decode import Choice, DecodeSelector
-from .decode_index import DecodeIndex, check_ranking, rank
-from .held import INDEXED_TOKENS, HeldChunks, Window, append_offloaded
+from .decode_index import DecodeIndex, build_index, check_ranking, rank
+from .held import INDEXED_TOKENS, HeldChunks, OffloadedChunks, Window
 from .indexes import RowIndexes
 from .selectors import Selection, SelectionInput, Selector, budgeted_tokens
 
@@ -181,9 +181,15 @@ class WindowDecodeSelector(DecodeSelector):
 
     def offload(self, row: HeldChunks, keys: torch.Tensor, values: torch.Tensor) -> HeldChunks:
         """Offload rotated keys and values, `[kv_heads, n, dim]`, of a row in a layer, and return its new state."""
-        size, kind = self.selector.chunk_tokens, self.selector.kind
-        num_chunks = sum(-(-piece.count // size) for piece in self.prefixes[row.prefix].pieces)  # of the indexes
-        offloaded = append_offloaded(row.offloaded, num_chunks, keys, values, size, kind)
-        self.residency.index_cache.track(offloaded.indexes[-1])
+        size, before = self.selector.chunk_tokens, row.offloaded
+        index = build_index(self.selector.kind, keys, size)
+        self.residency.index_cache.track(index)
+        blocks = [tensor.unflatten(1, (-1, size)).cpu() for tensor in (keys, values)]
+        if before is None:
+            first = sum(-(-piece.count // size) for piece in self.prefixes[row.prefix].pieces)  # chunks of the indexes
+            offloaded = OffloadedChunks(first, blocks[0].clone(), blocks[1].clone(), (index,))
+        else:
+            blocks = [torch.cat(pair, dim=1) for pair in zip((before.keys, before.values), blocks, strict=True)]
+            offloaded = OffloadedChunks(before.first, blocks[0], blocks[1], (*before.indexes, index))
         row.window.grow(offloaded.numbers.stop)
         return replace(row, offloaded=offloaded)

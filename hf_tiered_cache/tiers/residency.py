@@ -54,7 +54,10 @@ class Residency(TierSet):
         handle = BlockHandle(requests)
         try:
             with self._lock, self._guard:
-                handle.gpu = self._begin_fetch(device)
+                self.prepare(device)
+                handle.gpu = self._gpu(device)
+                self._tick()  # slots of released pins are free from here on
+                self._pins.await_moves_down(None if handle.gpu is None else handle.gpu.stream)
                 self._pin_requested(handle, collector, ahead, later)
                 needs = self._needs(handle)
                 slabs = self._missing_slabs(needs) if needs else []

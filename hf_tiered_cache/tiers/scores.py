@@ -71,8 +71,19 @@ class EvictionPolicy(ABC):
         """Return a score for each slot. The lowest scores are evicted first."""
 
     def victims(self, usage: Usage, count: int) -> np.ndarray:
-        """Return the indices of the `count` slots with the lowest scores, lowest first."""
-        return _lowest(self.score(usage), usage.last_used, count)
+        """Return the indices of the `count` slots with the lowest scores, lowest first.
+
+        Ties are broken by least recent use, then index. The slots are selected, not sorted: a tier of 1 GiB may hold
+        130,000 blocks, most of which have the same score.
+        """
+        score, last_used = self.score(usage), usage.last_used
+        lowest = np.arange(len(score))
+        if 0 < count < len(score):
+            bound = np.partition(score, count - 1)[count - 1]
+            lowest = np.flatnonzero(score <= bound)
+            age = np.where(score[lowest] < bound, -1, last_used[lowest])  # lower scores first, however recently used
+            lowest = lowest[age <= np.partition(age, count - 1)[count - 1]]
+        return lowest[np.lexsort((lowest, last_used[lowest], score[lowest]))[:count]]
 
     def keeps(self, arriving: Usage, resident: Usage, free: int) -> np.ndarray:
         """Return a bool mask of the arriving blocks that the tier keeps, by the usage of the blocks.
@@ -116,20 +127,6 @@ class AttentionGuided(EvictionPolicy):
         is_newer = arriving.last_used[rivals] > resident.last_used
         mask[rivals] = (score[rivals] > resident_score) | ((score[rivals] == resident_score) & is_newer)
         return mask
-
-
-def _lowest(score: np.ndarray, last_used: np.ndarray, count: int) -> np.ndarray:
-    """Return the indices of the `count` lowest scores, ascending; ties are broken by least recent use, then index.
-
-    They are selected, not sorted: a tier of 1 GiB may hold 130,000 blocks, most of which have the same score.
-    """
-    lowest = np.arange(len(score))
-    if 0 < count < len(score):
-        bound = np.partition(score, count - 1)[count - 1]
-        lowest = np.flatnonzero(score <= bound)
-        age = np.where(score[lowest] < bound, -1, last_used[lowest])  # lower scores come first, however recently used
-        lowest = lowest[age <= np.partition(age, count - 1)[count - 1]]
-    return lowest[np.lexsort((lowest, last_used[lowest], score[lowest]))[:count]]
 
 
 class ImportanceGuided(AttentionGuided):

@@ -199,14 +199,6 @@ class TierSet:
             self._gpus[device] = gpu
         return self._gpus[device]
 
-    def _begin_fetch(self, device: torch.device) -> DeviceMemory | None:
-        """Return the memory of `device` for a new fetch. Slots of released pins are free, and found blocks complete."""
-        self.prepare(device)
-        gpu = self._gpu(device)
-        self._tick()
-        self._pins.await_moves_down(None if gpu is None else gpu.stream)
-        return gpu
-
     def _tick(self) -> None:
         self._clock += 1
         for tier in self.tiers:
