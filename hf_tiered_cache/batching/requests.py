@@ -64,9 +64,9 @@ class Restored:
 class BatchedRequest:
     """Request of continuous batching. The executor looks its prompt up, and has the recorder of its KV."""
 
-    def __init__(self, state: Any, executor: Executor, layers: int) -> None:
+    def __init__(self, state: Any, executor: Executor) -> None:
         self.state, self.executor = state, executor
-        self.cache = EmptyCache(layers)
+        self.cache = EmptyCache(executor.attachment.depth)
         self.id, self.prompt = state.request_id, tokens_of(state)
         self.reported = False
         """True if the request was counted."""
@@ -122,7 +122,7 @@ class BatchedRequest:
 
     def fork(self, state: Any, executor: Executor) -> BatchedRequest:
         """Return a request that continues independently from the same tokens."""
-        twin = BatchedRequest(state, executor, len(self.cache.layers))
+        twin = BatchedRequest(state, executor)
         twin.recording, twin.decided, twin.placed, twin.reason = self.recording, True, self.placed, self.reason
         twin.note_match(self.matched)
         twin._first, twin._end, twin._stop = self._first, self._end, self._stop

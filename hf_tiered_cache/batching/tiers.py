@@ -145,7 +145,7 @@ class PagedTiers(Listener):
             if before is not None:  # begins again with the tokens so far
                 collector = before.executor.collector
                 self._end(before)
-            request = BatchedRequest(state, self._new_executor(collector), self._attachment.depth)
+            request = BatchedRequest(state, self._new_executor(collector))
             if before is not None:
                 request.reported, request.matched = before.reported, before.matched
             if self.reason:

@@ -245,16 +245,11 @@ def with_measured_settings(
     if isinstance(method, PrefixMethod):
         is_fixed = method.recompute not in ("auto", 0)
         if (is_fixed or calibration.measured) and can_recompute_prefix(attachment):
-            costs = calibration.at(max(tokens, _LIKELY_TOKENS))
-            method = method.with_likely_recompute(_fastest_share(costs, attachment.depth), attachment.depth)
+            costs, share = calibration.at(max(tokens, _LIKELY_TOKENS)), 0.0
+            if costs is not None and TIERS[-1] in costs.restore:
+                share = idle_recompute_ratio(costs.tokens, attachment.depth, costs, 1.0, HASH_TOKENS)
+            method = method.with_likely_recompute(share, attachment.depth)
     return method, calibration
-
-
-def _fastest_share(costs: PrefixCosts | None, layers: int) -> float:
-    """Return the fastest share of a prefix to recompute while the rest comes from disk; 0 if that was not measured."""
-    if costs is None or TIERS[-1] not in costs.restore:
-        return 0.0
-    return idle_recompute_ratio(costs.tokens, layers, costs, 1.0, HASH_TOKENS)
 
 
 def plan_recompute_lengths(plan: Plan, ratio: float | np.ndarray, steepness: float = 1) -> np.ndarray:

@@ -174,11 +174,6 @@ class KVBuffer:
         assert keys is not None and values is not None
         return keys.narrow(2, self._start, count), values.narrow(2, self._start, count)
 
-    def _shrink(self) -> None:
-        """Reallocate the buffers to the size that the held positions need."""
-        if self._keys is not None and self._values is not None:
-            self._reallocate(self._keys, self._values, 0)
-
     def _without(self, first: Sequence[int], counts: Sequence[int], fewest: int) -> dict[str, Any]:
         """Return the state of this buffer with fewer entries. Those that stay in a row are its last ones.
 

@@ -311,8 +311,8 @@ class SlidingSource(DenseSource):
         unseen = self.held - min(self.num_positions, self.window - 1)
         if unseen > 0:
             self._start, self._first = self._start + unseen, self._first + unseen
-        if self._start > 4 * self.window:
-            self._shrink()
+        if self._start > 4 * self.window and self._keys is not None and self._values is not None:
+            self._reallocate(self._keys, self._values, 0)
 
     def _take_back(self, num_positions: int) -> None:
         super()._take_back(num_positions)

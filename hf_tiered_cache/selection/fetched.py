@@ -215,7 +215,10 @@ class UnitTable:
         units = self.units(layer)
         self.copy(tokens, units, layer, {"key": keys, "value": values})
         rotate_(keys, tokens.tokens, tokens.row.tokens)
-        self.note_use(tokens, units, layer)
+        for unit in units:
+            for piece in tokens.row.pieces if unit.from_disk else ():  # only what was read is compared with its use
+                if piece.reader is unit.reader:
+                    unit.use((layer,), [inside for _, inside in tokens.inside[piece.at]])
 
     def keys(self, tokens: RowTokens, units: Sequence[FetchUnit], layer: int, heads: int | None = None) -> torch.Tensor:
         """Return the keys of a layer's tokens as stored, `[kv_heads, tokens, dim]`, of `heads` heads or all."""
@@ -243,14 +246,6 @@ class UnitTable:
             gathers[key].copy(
                 (part, targets[part.tensor]) for part in parts if part.first_head < len(targets[part.tensor])
             )
-
-    @staticmethod
-    def note_use(tokens: RowTokens, units: Iterable[FetchUnit], layer: int) -> None:
-        """Record that a layer attends to tokens of these units. Units that read nothing from disk are skipped."""
-        for unit in units:
-            for piece in tokens.row.pieces if unit.from_disk else ():
-                if piece.reader is unit.reader:
-                    unit.use((layer,), [inside for _, inside in tokens.inside[piece.at]])
 
     def finish(self, layer: int) -> None:
         """Record the I/O of units that no layer after `layer` needs, and release their blocks."""
