@@ -90,7 +90,7 @@ class RowIndexes:
     """Indexes of the restored tokens of rows: for each layer, one per segment of a row, or one for several.
 
     Indexes describe rotated keys, so each is valid only for its segment's position in the prefix. `rows` are the
-    restored tokens of the row groups to select from, by number of the group.
+    restored tokens of the row groups to select from, by number of the group, and `layers` those that select.
     """
 
     def __init__(
@@ -99,21 +99,17 @@ class RowIndexes:
         chunk_tokens: int,
         fetcher: Fetcher,
         rows: Mapping[int, RowPrefix],
+        layers: Sequence[int],
         sidecars: IndexSidecars,
     ) -> None:
         self._kind, self.chunk_tokens = kind, chunk_tokens
         self._fetcher, self._rows, self._sidecars = fetcher, rows, sidecars
         self._index_cache = fetcher.residency.index_cache
-        # looked up now: if a segment is relaid out during the request, its cached indexes move to the new segment
-        self._cached_runs = {
-            (layer, place): self._find_runs(row, layer)
-            for place, row in rows.items()
-            for layer, layer_kv in enumerate(row.pieces[0].reader.shape.layout.layers)
-            if layer_kv is not None
-        }
+        # By layer and row number. Looked up now: if a segment is relaid out during the request, its cached indexes move
+        # to the new segment.
+        self._runs = {(layer, place): self._find_runs(row, layer) for place, row in rows.items() for layer in layers}
         self._stored_indexes: dict[SegmentReader, dict[int, DecodeIndex]] = {}  # read from sidecars, by layer
         self._built_readers: set[SegmentReader] = set()
-        self._runs: dict[tuple[int, int], list[_Run]] = {}  # by layer and row number
         self._keys: dict[tuple[int, int], tuple[UnitTable, list[Request]] | None] = {}  # keys for missing indexes
 
     def fetch(self, layer: int, ahead: bool = False) -> None:
@@ -173,7 +169,6 @@ class RowIndexes:
         Merged indexes replace the original ones, also in the index cache. One layer at a time is held twice.
         """
         self._keys.clear()
-        self._cached_runs.clear()
         self._stored_indexes.clear()
         for (layer, place), runs in self._runs.items():
             if len(runs) > 1 and (merged := self._merged(runs, layer)) is not None:
@@ -192,8 +187,8 @@ class RowIndexes:
         return self._admit(pieces, layer, index, replaced)
 
     def lacks(self, layer: int, place: int) -> bool:
-        """Return whether a segment of a row lacks its index of a layer."""
-        return any(run.index is None for run in self._look_up(layer, place))
+        """Return whether a segment of a row lacks its index of a layer that selects."""
+        return (layer, place) in self._runs and any(run.index is None for run in self._look_up(layer, place))
 
     def make(self, layer: int, place: int, keys: torch.Tensor) -> None:
         """Build missing indexes of a row at a layer from all of its rotated keys, `[kv_heads, tokens, dim]`."""
@@ -250,11 +245,9 @@ class RowIndexes:
 
     def _look_up(self, layer: int, place: int) -> list[_Run]:
         """Return the runs of a row at a layer, with all indexes that exist."""
-        if (layer, place) not in self._runs:
-            runs = self._runs[layer, place] = self._cached_runs.pop((layer, place))
-            for run in runs:
-                if run.index is None and not self._find(run, layer):
-                    self._find_stored(run, layer)
+        for run in self._runs[layer, place]:
+            if run.index is None and not self._find(run, layer):
+                self._find_stored(run, layer)
         return self._runs[layer, place]
 
     def _find(self, run: _Run, layer: int) -> bool:

@@ -84,7 +84,8 @@ class SelectiveRestore:
         self.index_fits = True
         """True if memory has room for the indexes used; otherwise the next request reads them again."""
         if selector.index is not None:
-            self._indexes = RowIndexes(*selector.index, fetcher, self._selecting, sidecars)
+            selecting_layers = [period[0] for period in self._periods]
+            self._indexes = RowIndexes(*selector.index, fetcher, self._selecting, selecting_layers, sidecars)
         # the keys of a streamed row come with its tokens
         streams_keys = self._indexes is not None and any(budget.streamed for budget in plan.budgets)
         self._prefetches = frozenset(prefetches) - ({"keys"} if streams_keys else set())
