@@ -253,13 +253,6 @@ class SegmentShape:
             )
         return np.unique(slots // self.geometry.chunk_tokens)
 
-    def has_chunks_of(self, group: BlockGroup, tokens: int) -> bool:
-        """Return whether each block of a KV cache group is a chunk of so many tokens, of one layer and KV head."""
-        is_alone = len({part.tensor for part in group.parts}) == len(group.parts) == 2
-        heads = {(part.first_head, part.heads) for part in group.parts}
-        is_one_head = is_alone and len(heads) == 1 and group.parts[0].heads == 1
-        return is_one_head and self.geometry.chunk_tokens == tokens and self.in_order(group)
-
     def first_token(self, group: BlockGroup, chunk: int) -> int:
         """Return the first token of a chunk, in the order of the segment."""
         step = self.geometry.chunk_tokens

@@ -171,19 +171,6 @@ def test_blocks_that_were_not_fetched_are_not_taken_for_others(tokens):
         gather.copy([(shape.block_groups[0].parts[0], torch.empty(HEADS, len(tokens), DIM))])
 
 
-@pytest.mark.parametrize(
-    "geometry", [Geometry(16, 1, 1), Geometry(8, 3, 1), Geometry(8, 1), Geometry(8, 1, 1, split_kv=True)], ids=str
-)
-def test_blocks_that_are_more_or_less_than_a_chunk_are_not_copied_as_one(geometry):
-    shape, _, _ = made(64, geometry, False, 0)
-    assert not any(shape.has_chunks_of(group, 8) for group in shape.block_groups)
-
-
-def test_a_table_of_tokens_lets_no_block_pass_for_a_chunk():
-    shape, _, _ = made(64, Geometry(8, 1, 1), True, 0)
-    assert not any(shape.has_chunks_of(group, 8) for group in shape.block_groups)
-
-
 class Read:
     """Reader with the attributes that a unit needs."""
 
