@@ -432,7 +432,7 @@ def test_prompts_wait_for_what_is_fetched_before_them(model, machine, pace, monk
 
     def get_slowly(*arguments):
         with lock:
-            time.sleep(0.05)
+            time.sleep(0.15)  # much longer than what a busy machine adds
             return get(*arguments)
 
     monkeypatch.setattr(remote, "get_object", get_slowly)

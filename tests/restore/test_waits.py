@@ -144,7 +144,7 @@ PREFIXES = {
 def test_a_prompt_waits_for_its_choices_alone(model, tmp_path, method, reads):
     document = prompt(200)
     ids = torch.cat([document, prompt(24, seed=5)], dim=1)
-    with KVStore(tmp_path, engine="posix") as store:
+    with KVStore(tmp_path, engine="posix", spot_checks=0) as store:
         store.precompute(model, document, method=method, progress=False)
         ask(model, store, ids, method, 1)
         wait_counts = waits(model, store, ids, method)
@@ -156,7 +156,7 @@ def test_a_prompt_waits_for_its_choices_alone(model, tmp_path, method, reads):
 def test_rows_of_a_streamed_prefix_are_not_named_from_the_host(model, tmp_path):
     method = KVDrive(budget=0.2, local=16, prefill_tokens=64, exact_from=16, observed=16)
     ids = torch.cat([prompt(200), prompt(200, seed=5), prompt(200)])  # the first and the last share what is fetched
-    with KVStore(tmp_path, engine="posix") as store, Waits() as wait_counts:
+    with KVStore(tmp_path, engine="posix", spot_checks=0) as store, Waits() as wait_counts:
         model.generate(ids, past_key_values=TieredCache(model, store, method=method, progress=False), max_new_tokens=1)
     assert not [site for site in wait_counts.found if site[0] == "streamed.py"]
 
@@ -165,7 +165,7 @@ def test_rows_of_a_streamed_prefix_are_not_named_from_the_host(model, tmp_path):
 def test_a_partial_rotation_is_looked_at_once(tmp_path, family):
     model, document, new = build(family), prompt(200), (2, 4)
     ids = torch.cat([document, prompt(24, seed=5)], dim=1)
-    with KVStore(tmp_path, engine="posix") as store:
+    with KVStore(tmp_path, engine="posix", spot_checks=0) as store:
         store.precompute(model, document, progress=False)
         ask(model, store, ids, Exact(), 1)
         assert [waits(model, store, ids, Exact(), count).found for count in new] == [{}, {}]
@@ -189,7 +189,7 @@ def test_a_copied_rotary_table_is_looked_at_once(monkeypatch):
 def test_a_decoded_token_waits_for_its_choices_alone(model, tmp_path, reselect):
     document, method = prompt(200), ContiguousKV(0.25, **BUDGET, reselect=reselect)
     ids = torch.cat([document, prompt(24, seed=5)], dim=1)
-    with KVStore(tmp_path, engine="posix") as store:
+    with KVStore(tmp_path, engine="posix", spot_checks=0) as store:
         store.precompute(model, document, method=method, progress=False)
         ask(model, store, ids, method, 4)
         few, many = (waits(model, store, ids, method, new) for new in (4, 6))
@@ -207,7 +207,7 @@ def test_passages_wait_for_what_is_chosen_alone(model, tmp_path, method, choices
     """They wait for the question's attention, and for the deviation of tokens."""
     passages = [prompt(64, seed=seed)[0] for seed in (11, 12, 13)]
     ids = torch.cat([*passages[::-1], prompt(24, seed=5)[0]])[None]
-    with KVStore(tmp_path, engine="posix") as store:
+    with KVStore(tmp_path, engine="posix", spot_checks=0) as store:
         store.precompute(model, passages, passages=True, method=method, progress=False)
         ask(model, store, ids, method, 1)
         wait_counts = waits(model, store, ids, method)
@@ -236,7 +236,7 @@ def test_the_waits_of_each_method_are_those_of_the_docs(model, tmp_path, name):
     assert f"| `{name}` | {of_prompt} | {of_token} |" in page
     passages, prompts = isinstance(method, Passages), [prompt(64, seed=seed)[0] for seed in (11, 12, 13)]
     ids, counts = torch.cat([*prompts, prompt(24, seed=5)[0]])[None], []
-    with KVStore(tmp_path, engine="posix") as store:
+    with KVStore(tmp_path, engine="posix", spot_checks=0) as store:
         store.precompute(
             model, prompts if passages else torch.cat(prompts), passages=passages, method=method, progress=False
         )
