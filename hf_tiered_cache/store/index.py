@@ -296,8 +296,8 @@ class Index:
             generation = catalogue.generation
             try:
                 answer = action(catalogue)
-                is_current = catalogue.generation == self._scanned_generation and not self._is_behind()
-                if is_current or not self._compare():
+                is_current = catalogue.generation == self._scanned_generation
+                if (is_current and (catalogue.is_shared or not self._is_behind())) or not self._compare():
                     break
             except _FAULTS as error:
                 damaged = isinstance(error, sqlite3.Error) and is_damage(error)
@@ -319,7 +319,7 @@ class Index:
 
     def _is_behind(self) -> bool:
         """Return whether others may have changed the folder since a scan, which only a shared catalogue shows."""
-        if self.catalogue.is_shared or self._backend.catalogue is None:
+        if self._backend.catalogue is None:
             return False
         has_waited = time.monotonic() - self._scanned >= _LOOKING_SECONDS
         return has_waited and (self._listed_at is None or self._changed_at() != self._listed_at)
