@@ -759,14 +759,14 @@ def test_on_gpu_without_a_dependency_probes_the_machine(tmp_path):
 
 def test_tests_of_a_gpu_are_found_on_a_machine_with_few_packages():
     """The machine with the GPU has what torch and transformers bring, and pytest."""
-    hidden = ["accelerate", "cryptography", "datasets", "evaluate", "kvikio", "pydantic", "redis", "sklearn"]
+    hidden = "accelerate,bitsandbytes,cryptography,datasets,evaluate,kvikio,pydantic,redis,sklearn"
     collect = """
 import sys, pytest, torch
 sys.modules.update(dict.fromkeys(sys.argv[1].split(",")))
 torch.cuda.is_available = lambda: True
-sys.exit(pytest.main(["--collect-only", "-qq", "-p", "no:cacheprovider", *sys.argv[2:]]))
+sys.exit(pytest.main(["--collect-only", "-qq", "--disable-warnings", "-p", "no:cacheprovider", *sys.argv[2:]]))
 """
-    command = [sys.executable, "-c", collect, ",".join(hidden), BENCH.parent / "tests/gpu"]
+    command = [sys.executable, "-c", collect, hidden, BENCH.parent / "tests/gpu"]
     process = subprocess.run(command, cwd=BENCH.parent, capture_output=True, text=True)
     assert process.returncode == 0, process.stdout + process.stderr
     files = dict(line.split(": ") for line in process.stdout.strip().splitlines())
