@@ -48,6 +48,8 @@ NewCache = Callable[[PreTrainedModel], TieredCache]
 """Function that creates the cache of a request to a model."""
 STOPPING = "the server is stopping"
 """Error of cancelled requests."""
+ENDING = "continuous batching has ended after an error; send the request again, which starts it anew"
+"""Error of requests to an engine that is ending."""
 PromptStats = tuple[RequestStats, int]
 """Statistics of a prompt, summed over its rows, and the number of rows."""
 request_stats: ContextVar[list[PromptStats]] = ContextVar("hf_tiered_cache_request_stats")
@@ -179,7 +181,7 @@ class BatchedGenerateManager(CBGenerateManager):
             logger.exception("continuous batching cannot start")
             model.set_attn_implementation(attention)  # the engine switches to its own, and back only when it ends
             raise HTTPException(503, f"continuous batching cannot start: {error}") from error
-        engine.add_request = partial(self._add, engine.add_request)
+        engine.add_request = partial(self._add, engine, engine.add_request)
         engine.start()
         self._cb = engine
 
@@ -236,10 +238,16 @@ class BatchedGenerateManager(CBGenerateManager):
             request_stats.get([]).append((self._session.count_batched(self._cb, name), 1))
         return name
 
-    def _add(self, add: Callable[..., Any], input_ids: list[int], request_id: str | None = None, **options: Any) -> Any:
-        """Add a request to the engine, with its own sampling settings."""
+    def _add(
+        self, engine: Any, add: Callable[..., Any], input_ids: list[int], request_id: str | None = None, **options: Any
+    ) -> Any:
+        """Add a request to the engine, with its own sampling settings. Raises HTTPException if the engine is ending."""
         sampling = self._sampling.pop(request_id or "", {})
-        return add(input_ids, request_id=request_id, **options, **sampling)
+        name = add(input_ids, request_id=request_id, **options, **sampling)
+        status = getattr(engine, "background_thread_status", None)  # new in a later version than the oldest supported
+        if name is None or (status is not None and status.can_accept_new_requests() is not None):
+            raise HTTPException(503, ENDING)  # it drops requests, and nothing would ever answer them
+        return name
 
 
 def _page_tokens(cache: Any) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import time
 from contextlib import suppress
 
 import pytest
@@ -190,9 +191,26 @@ def test_an_engine_that_has_ended_is_replaced(batched, monkeypatch):
     body = {"prompt": PROMPT, "max_tokens": 4, "temperature": 0}
     with suppress(RuntimeError):  # this request may be the one that fails
         assert batched.chat(body, "/v1/completions")[0] in (200, 503)  # replaced already if it ended in between
+    until = time.monotonic() + 30
+    while state.is_cb_alive() and state._cb_manager is ended and time.monotonic() < until:
+        time.sleep(0.01)  # it fails its requests before it ends
     assert complete(batched)["choices"]
     assert state._cb_manager is not ended
     assert state.is_cb_alive()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_to_an_engine_that_is_ending_is_refused(batched, monkeypatch, stream):
+    """Such an engine drops requests, so that their clients would wait for ever."""
+    complete(batched)
+    engine = batched.app.state.generation_state._cb_manager._cb
+    if not hasattr(engine, "background_thread_status"):
+        pytest.skip("engines of this version of transformers drop no request")
+    monkeypatch.setattr(engine.background_thread_status, "can_accept_new_requests", lambda: "it is stopping")
+    status, text = batched.chat({"prompt": PROMPT, "max_tokens": 4, "stream": stream}, "/v1/completions")
+    assert (status, "send the request again" in text) == (503, True)
+    monkeypatch.undo()
+    assert complete(batched)["choices"]
 
 
 def test_an_engine_that_cannot_start_is_a_fault_of_the_server(batched, monkeypatch):
