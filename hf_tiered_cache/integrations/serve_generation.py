@@ -244,8 +244,7 @@ class BatchedGenerateManager(CBGenerateManager):
         """Add a request to the engine, with its own sampling settings. Raises HTTPException if the engine is ending."""
         sampling = self._sampling.pop(request_id or "", {})
         name = add(input_ids, request_id=request_id, **options, **sampling)
-        status = getattr(engine, "background_thread_status", None)  # new in a later version than the oldest supported
-        if name is None or (status is not None and status.can_accept_new_requests() is not None):
+        if name is None or engine.background_thread_status.can_accept_new_requests() is not None:
             raise HTTPException(503, ENDING)  # it drops requests, and nothing would ever answer them
         return name
 

@@ -204,8 +204,6 @@ def test_a_request_to_an_engine_that_is_ending_is_refused(batched, monkeypatch, 
     """Such an engine drops requests, so that their clients would wait for ever."""
     complete(batched)
     engine = batched.app.state.generation_state._cb_manager._cb
-    if not hasattr(engine, "background_thread_status"):
-        pytest.skip("engines of this version of transformers drop no request")
     monkeypatch.setattr(engine.background_thread_status, "can_accept_new_requests", lambda: "it is stopping")
     status, text = batched.chat({"prompt": PROMPT, "max_tokens": 4, "stream": stream}, "/v1/completions")
     assert (status, "send the request again" in text) == (503, True)
