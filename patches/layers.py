@@ -159,7 +159,7 @@ def warn_if_inexact(model: PreTrainedModel) -> None:
         )
 
 
-def settle(model: PreTrainedModel) -> None:
+def convert_weights(model: PreTrainedModel) -> None:
     """Run one token if the model has layers of bitsandbytes, which convert their weights in the first pass."""
     if not model.training and any(map(_is_of_bitsandbytes, model.modules())):
         with torch.no_grad(), EAGER_STANCE if is_compiled(model) else nullcontext():

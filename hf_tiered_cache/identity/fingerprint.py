@@ -16,7 +16,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from ..patches.attach import Attachment
-from ..patches.layers import is_compiled, settle
+from ..patches.layers import convert_weights, is_compiled
 from ..store.threads import RepairGuard, fork_lock
 from .code import CodeDescription
 from .description import PLAIN, Undescribable, cached_functions
@@ -136,7 +136,7 @@ class Fingerprinter:
         self._identities: dict[tuple[str, str, tuple[str, ...]], Identity] = {}
         self._statics: Places = {}
         self._caches = CacheCheck(self._statics)
-        settle(model)
+        convert_weights(model)
         self._forget_changes()
         self._read_again()
 
