@@ -216,7 +216,9 @@ class UnitTable:
         self.copy(tokens, units, layer, {"key": keys, "value": values})
         rotate_(keys, tokens.tokens, tokens.row.tokens)
         for unit in units:
-            for piece in tokens.row.pieces if unit.from_disk else ():  # only what was read is compared with its use
+            if not unit.from_disk:  # only what was read is compared with its use
+                continue
+            for piece in tokens.row.pieces:
                 if piece.reader is unit.reader:
                     unit.use((layer,), [inside for _, inside in tokens.inside[piece.at]])
 

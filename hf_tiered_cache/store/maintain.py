@@ -40,7 +40,7 @@ class VerifyReport:
     """Number of records of conversations and documents, and files of calibrations."""
     bad: dict[str, str] = field(default_factory=dict)
     unreadable: list[str] = field(default_factory=list)
-    """Those of `bad` that could not be read, such as for lack of permission. A repair keeps them."""
+    """Files in `bad` that could not be read, such as for lack of permission. A repair keeps them."""
     removed: list[str] = field(default_factory=list)
     unread: int = 0
     """Number of segments that were not read: encrypted with another key, or only one of segment and store has a key."""
