@@ -176,10 +176,13 @@ class _Placed(Protocol):
 _Store = TypeVar("_Store", bound=_Placed)
 
 
-def reason_of(error: BaseException) -> str:
-    """Return an error as a part of a message: that of a file without its number, as "lock: Permission denied"."""
+def reason_of(error: BaseException, names_file: bool = True) -> str:
+    """Return an error as a part of a message: that of a file without its number, as "lock: Permission denied".
+
+    With `names_file=False`, the file is left out, since the message names it already.
+    """
     if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+        return f"{error.filename}: {error.strerror}" if error.filename and names_file else error.strerror
     return str(error)
 
 

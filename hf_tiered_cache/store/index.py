@@ -276,7 +276,7 @@ class Index:
         except FileNotFoundError:
             pass  # deleted meanwhile
         except (OSError, MemoryError) as error:
-            self.unreadable[segment_id] = f"{place} cannot be read ({getattr(error, 'strerror', None) or error})"
+            self.unreadable[segment_id] = f"{place} cannot be read ({reason_of(error, names_file=False)})"
             self._note("read_errors", "unreadable", self.unreadable[segment_id])
         else:
             return SegmentRow.of(head.header, head.chain, head.nbytes), head.header.model

@@ -10,7 +10,15 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from ..errors import FormatError, IntegrityError, NotOursError, OtherFormatError, OtherKeyError, as_store_error
+from ..errors import (
+    FormatError,
+    IntegrityError,
+    NotOursError,
+    OtherFormatError,
+    OtherKeyError,
+    as_store_error,
+    reason_of,
+)
 from .catalogue import SegmentRow
 from .conversations import Conversations
 from .disk import SegmentStore
@@ -129,7 +137,7 @@ def verify(store: SegmentStore, *, progress: bool = False, repair: bool = False)
             report.other_format += is_segment and isinstance(error, OtherFormatError)
             continue
         except (FormatError, IntegrityError, OSError) as error:
-            report.bad[name] = _reason_of(error)
+            report.bad[name] = reason_of(error, names_file=False)
             report.unreadable += [name] * isinstance(error, OSError)
             if repair and not isinstance(error, OSError):
                 report.removed += [name] * (store.remove([name]) if is_segment else backend.delete(name))
@@ -154,15 +162,11 @@ def _verify_record(
         report.other_format += isinstance(error, OtherFormatError)
         return
     except (FormatError, OSError) as error:
-        report.bad[path] = _reason_of(error)
+        report.bad[path] = reason_of(error, names_file=False)
         report.unreadable += [path] * isinstance(error, OSError)
         if repair and not isinstance(error, OSError) and records.files.delete(records.kind, name):
             report.removed.append(path)
     report.records += 1
-
-
-def _reason_of(error: Exception) -> str:
-    return getattr(error, "strerror", None) or str(error)
 
 
 def check(store: SegmentStore, segment_id: str) -> None:
