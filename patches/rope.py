@@ -115,8 +115,8 @@ class RotaryTable:
 class TableCache:
     """Tables on the CPU that the passes of a model share: making one of 128k positions takes as long as ten layers.
 
-    A cached table is compared with the output of the pass's own module at two positions. What comparing tensors of a
-    layer has shown once is remembered, since each comparison waits for the GPU; it depends only on the model's code.
+    A cached table is compared with that of the pass. What comparing tensors of a layer has shown once is remembered,
+    since each comparison waits for the GPU; it depends only on the model's code.
 
     Args:
         key_biases: Bias of each layer's key projection, `[heads * dim]`, that is not stored with the keys.
@@ -137,7 +137,8 @@ class TableCache:
     def at(self, table: RotaryTable, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cos and sin `[1, stop or more, dims]`, with the frequencies of the pass of `table`."""
         tables = self._tables.get(table.key)
-        if tables is None or tables[0].shape[1] < stop or not _agree(tables, table, stop):
+        if tables is None or tables[0].shape[1] < stop or not _agree(tables, table):
+            stop = max(stop, int(table.call["position_ids"].numpy().max()) + 1)  # to compare it with later passes
             with torch.inference_mode(False), torch.no_grad():  # later passes may run without inference mode
                 tables = self._tables[table.key] = table.at(torch.arange(stop))
         return tables
@@ -170,11 +171,21 @@ class TableCache:
         return self._by_halves[key]
 
 
-def _agree(tables: tuple[torch.Tensor, torch.Tensor], table: RotaryTable, stop: int) -> bool:
-    """Return whether cached tables equal those of the pass. Other frequencies differ at position 1 or the last one."""
-    positions = torch.tensor([min(1, stop - 1), stop - 1])
-    for cached_table, current_table in zip(tables, table.at(positions), strict=True):
-        if cached_table.dtype != current_table.dtype or not torch.equal(cached_table[:, positions], current_table):
+def _agree(tables: tuple[torch.Tensor, torch.Tensor], table: RotaryTable) -> bool:
+    """Return whether cached tables equal those of the pass, at the position of its last token.
+
+    If the cached tables end before it, such as for a decoded token, the module is run at their last position. At any
+    position but 0, other frequencies have other cos and sin.
+    """
+    last, places = tables[0].shape[1] - 1, table.call["position_ids"][..., 0, -1].numpy()  # of the kinds, if several
+    place = int(places.max())
+    if 0 < place <= last and (places == place).all():
+        current_tables = table.cos[:1, -1:], table.sin[:1, -1:]
+    else:
+        place, current_tables = last, table.at(torch.tensor([last]))
+    for cached_table, current_table in zip(tables, current_tables, strict=True):
+        cached_row = cached_table[:, place : place + 1]
+        if cached_row.dtype != current_table.dtype or not torch.equal(cached_row, current_table):
             return False
     return True
 

@@ -330,15 +330,15 @@ def test_the_exact_method_reads_any_geometry(tmp_path, family, geometry):
 
 
 def test_tables_stay_until_frequencies_change(monkeypatch):
-    """Passes rotate by the table of the first one; a module whose frequencies move gets another at once."""
+    """Passes rotate by the table of the first one, also later ones; changed frequencies make another at once."""
     model = build("llama")
     embedding, attachment, sizes = model.model.rotary_emb, attach(model), []
     at = rope.RotaryTable.at
     monkeypatch.setattr(rope.RotaryTable, "at", lambda self, indexes: sizes.append(len(indexes)) or at(self, indexes))
 
-    def rotated(stop):
+    def rotated(stop, last):
         tap = RotaryTap(attachment.tables_of("", lossless=True))
-        position = torch.tensor([[500]])
+        position = torch.tensor([[last]])
         table = rotary.Call(embedding.forward, {"x": 0, "position_ids": 1}, (torch.empty(0), position), {})
         cos, sin = embedding(torch.empty(0), position)
         tap.tables.append(rope.RotaryTable(table, cos, sin))
@@ -350,10 +350,17 @@ def test_tables_stay_until_frequencies_change(monkeypatch):
         expected = embedding(torch.empty(0), torch.arange(stop)[None])
         assert torch.equal(keys, apply_rotary_pos_emb(torch.ones_like(keys)[None], keys[None] * 0 + 1, *expected)[1][0])
 
-    for stop in (40, 40, 30, 60, 60):
-        rotated(stop)
-    assert [count for count in sizes if count > 2] == [40, 60]
+    for stop, last in ((40, 100), (40, 100), (30, 70), (60, 100)):
+        rotated(stop, last)
+    assert sizes == [101]  # compared with the table of each pass, which costs no run of the module
+    rotated(40, 200)
+    assert sizes == [101, 1]  # compared at one position of the cached table
+    rotated(150, 200)
+    assert sizes == [101, 1, 201]
     embedding.inv_freq.mul_(1 + 1e-6)
-    rotated(60)
-    rotated(60)
-    assert [count for count in sizes if count > 2] == [40, 60, 60]
+    rotated(60, 100)
+    rotated(60, 100)
+    assert sizes == [101, 1, 201, 101]
+    embedding.inv_freq.mul_(1 + 1e-6)
+    rotated(60, 200)
+    assert sizes == [101, 1, 201, 101, 1, 201]
