@@ -365,5 +365,5 @@ def _counts_on(kwargs: dict[str, Any], base: int, pads: list[int], num_positions
         return not any(pads)  # the model would count the padding too
     if position_ids.ndim not in (2, 3) or position_ids.shape[-1] != num_positions:
         return False
-    numbers = torch.arange(base, base + text) - torch.tensor(pads).unsqueeze(1)  # [rows, text]
-    return bool(((position_ids[..., :text].cpu() == numbers) | (numbers < 0)).all())
+    numbers = count[:text] - np.array(pads)[:, None]  # [rows, text]
+    return bool(((position_ids.cpu().numpy()[..., :text] == numbers) | (numbers < 0)).all())

@@ -85,7 +85,7 @@ class Plan:
     @cached_property
     def restored_until(self) -> int:
         """First position from which on every layer computes all positions, in every row."""
-        return first_of_end(self.computed[-1])  # no layer computes less
+        return first_of_end(self.computed[-1]) if self.suffix is None else self.suffix  # no layer computes less
 
     def first_position(self, window: int) -> int:
         """Return the first position that a layer with this sliding window (0: none) needs when the pass begins."""
