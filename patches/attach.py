@@ -152,6 +152,11 @@ class Attachment:
             devices = self._devices = devices_of(self.model, self.config.num_hidden_layers)
         return devices
 
+    @property
+    def device(self) -> torch.device:
+        """Device of the first layer, which prompts go to. `model.device` is `meta` for an offloaded model."""
+        return self.devices[0]
+
 
 _ATTACH_LOCK = threading.RLock()  # lock for threads that create the first caches of a model at the same time
 

@@ -91,7 +91,7 @@ def decoder_layers(model: nn.Module, count: int) -> nn.ModuleList:
         UnsupportedModelError: It has no such list.
     """
     decoder = getattr(model, "get_decoder", lambda: None)() or model
-    for module in decoder.modules():
+    for module in modules_in(decoder):
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
     raise UnsupportedModelError(

@@ -189,7 +189,7 @@ class LayerRotations:
         token = enter(Scope(cache, self.tap))
         try:
             with torch.no_grad(), attachment.excluding_engine_passes, _unpaged_attention(attachment.config):
-                ids = torch.zeros(1, HASH_TOKENS, dtype=torch.int64, device=attachment.devices[0])
+                ids = torch.zeros(1, HASH_TOKENS, dtype=torch.int64, device=attachment.device)
                 attachment.forward(ids, cache)
         finally:
             leave_to(token)

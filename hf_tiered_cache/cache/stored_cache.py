@@ -178,7 +178,7 @@ class StoredCache(Cache, ServedCache):
         again = StoredCache.over(self.model, executor.store, RESTORE_ALL, options)
         again._executor.generates, again._executor.new_prompt = True, len(tokens)  # exempt from spot checks
         with torch.no_grad():
-            ids = tokens.to(executor.attachment.devices[0])[None]  # [1, tokens]
+            ids = tokens.to(executor.attachment.device)[None]  # [1, tokens]
             self.attachment.forward(ids, again, logits_to_keep=HASH_TOKENS, **again.positions(ids))
         if sequence is None or held_from(again.layers) is None:
             return

@@ -162,7 +162,7 @@ def _replay(executor: Executor, cache: LayeredCache) -> CacheReplay | None:
         return None
 
     def run(ids: torch.Tensor, replayed: Cache, tap: RotaryTap) -> torch.Tensor:
-        ids = ids.to(attachment.devices[0])
+        ids = ids.to(attachment.device)
         positions = executor.arguments.positions(ids, replayed.get_seq_length())
         token = enter(Scope(replayed, tap))
         try:

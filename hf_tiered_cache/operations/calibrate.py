@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from tqdm.auto import tqdm
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache
 
 from ..cache.cache_state import CacheOptions
 from ..cache.calibrations import Calibration, PrefixCosts, check_saving, keep, keep_prefix_costs, prefix_calibration
@@ -26,7 +26,7 @@ from ..errors import ConfigError, StoreError
 from ..identity import fingerprint_of
 from ..methods import CacheTune, Exact, Method, PrefixMethod
 from ..passages.recompute import LOWEST, Costs, fastest_ratio
-from ..patches.attach import attach
+from ..patches.attach import Attachment, attach
 from ..patches.layers import base_model
 from ..stats import TIERS, RequestStats
 from ..store.geometry import HASH_TOKENS
@@ -78,8 +78,8 @@ def calibrate(
     """
     method, options = CacheTune.paper(), CacheOptions(record=False, tag=tag)  # the same tokens in all layers
     length = passages * tokens + suffix
-    inner, ids = _model_and_ids(storage, model, method, length, f"{passages} passages of {tokens} tokens exceed")
-    prompt = ids.unsqueeze(0).to(inner.device)
+    attachment, ids = _model_and_ids(storage, model, method, length, f"{passages} passages of {tokens} tokens exceed")
+    inner, device, prompt = attachment.model, attachment.device, ids.unsqueeze(0)
     bar = tqdm(desc="calibrate", unit="ratio", disable=not progress)
     with torch.no_grad(), bar, storage.without_remote(), _temporary(storage) as label:
         prompts = list(ids[: passages * tokens].split(tokens))
@@ -87,7 +87,7 @@ def calibrate(
 
         def request(ratio: float) -> float:
             cache = StoredCache.over(model, storage, replace(method, recompute=ratio), options)
-            return _seconds(lambda: run(cache, prompt), inner.device)
+            return _seconds(lambda: run(cache, prompt), device)
 
         times: dict[float, list[float]] = {}
 
@@ -106,9 +106,9 @@ def calibrate(
         request(0.5)  # warm-up: hooks, kernels, open files
         reused, full = measure(0.0), measure(1.0)
         single_token_seconds = statistics.median(
-            _seconds(lambda: inner(input_ids=prompt[:, :1], use_cache=False), inner.device) for _ in range(3)
+            _seconds(lambda: inner(input_ids=prompt[:, :1], use_cache=False), device) for _ in range(3)
         )
-        layers = attach(inner).depth
+        layers = attachment.depth
         compute, load = (
             max(pass_seconds - single_token_seconds, 1e-9) / (length * layers) for pass_seconds in (full, reused)
         )
@@ -121,7 +121,7 @@ def calibrate(
     seconds = {ratio: median_seconds(ratio) for ratio in times}
     ratio = min(finals, key=seconds.__getitem__)
     calibration = Calibration(ratio, seconds, costs, costs.balanced, length, cold)
-    keep(storage, fingerprint_of(attach(inner), tag), inner.device, calibration)
+    keep(storage, fingerprint_of(attachment, tag), device, calibration)
     return calibration
 
 
@@ -161,7 +161,7 @@ def calibrate_prefix(
     if not lengths or lengths[0] < HASH_TOKENS:
         raise ConfigError(f"prefixes must have at least {HASH_TOKENS} tokens, not {list(tokens)}")
     exceeded = f"a prefix of {lengths[-1]} tokens exceeds"
-    inner, ids = _model_and_ids(storage, model, method, lengths[-1] + suffix, exceeded)
+    attachment, ids = _model_and_ids(storage, model, method, lengths[-1] + suffix, exceeded)
     costs: list[PrefixCosts] = []
     bar = tqdm(lengths, desc="calibrate", unit="prefix", disable=not progress)
     with torch.no_grad(), storage.without_remote(), bar:
@@ -170,10 +170,10 @@ def calibrate_prefix(
                 to_restore = length * costs[-1].restore.get(TIERS[-1], 0.0)
                 if (repeats + 1) * (costs[-1].computing(length) + to_restore) > seconds:  # stored or warmed up once
                     break
-            costs.append(_prefix_costs(storage, inner, ids[: length + suffix], length, method, repeats, tag))
-        growth = _compute_growth(inner, ids.unsqueeze(0).to(inner.device), repeats)
+            costs.append(_prefix_costs(storage, attachment, ids[: length + suffix], length, method, repeats, tag))
+        growth = _compute_growth(attachment, ids.unsqueeze(0), repeats)
     costs = [replace(cost, growth=growth) for cost in costs]
-    keep_prefix_costs(storage, fingerprint_of(attach(inner), tag), inner.device, method.provenance, costs)
+    keep_prefix_costs(storage, fingerprint_of(attachment, tag), attachment.device, method.provenance, costs)
     return costs
 
 
@@ -184,39 +184,39 @@ def calibrate_once(storage: Storage, model: torch.nn.Module, method: Method, *, 
     """
     if not (isinstance(method, PrefixMethod) and method.calibrates) or not storage.disk.backend.writable:
         return
-    inner = base_model(model)
-    checked = attach(inner).extras.setdefault("calibrated", set())
+    attachment = attach(base_model(model))
+    checked = attachment.extras.setdefault("calibrated", set())
     if (storage.place, tag) in checked:
         return
     provenance = Exact().coded(storage.codec).provenance
-    if not prefix_calibration(storage, fingerprint_of(attach(inner), tag), inner.device, provenance).measured:
-        lengths = _auto_lengths(inner)
+    if not prefix_calibration(storage, fingerprint_of(attachment, tag), attachment.device, provenance).measured:
+        model, lengths = attachment.model, _auto_lengths(attachment)
         try:
             calibrate_prefix(
-                storage, inner, tokens=lengths, suffix=_AUTO_SUFFIX, seconds=_AUTO_SECONDS, progress=progress, tag=tag
+                storage, model, tokens=lengths, suffix=_AUTO_SUFFIX, seconds=_AUTO_SECONDS, progress=progress, tag=tag
             )
         except (StoreError, OSError) as error:
             storage.disk.warn("calibration", f"costs were not measured, so all stored KV is restored: {error}")
     checked.add((storage.place, tag))
 
 
-def _auto_lengths(model: PreTrainedModel) -> list[int]:
+def _auto_lengths(attachment: Attachment) -> list[int]:
     """Return the lengths of the prefixes that a method measures by itself, within the model's positions."""
-    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", _AUTO_TOKENS[-1])
+    limit = getattr(attachment.config, "max_position_embeddings", _AUTO_TOKENS[-1])
     longest = max(HASH_TOKENS, (limit - _AUTO_SUFFIX) // HASH_TOKENS * HASH_TOKENS)
     return [min(tokens, longest) for tokens in _AUTO_TOKENS]
 
 
 def _prefix_costs(
-    storage: Storage, model: PreTrainedModel, ids: torch.Tensor, length: int, method: Method, repeats: int, tag: str
+    storage: Storage, attachment: Attachment, ids: torch.Tensor, length: int, method: Method, repeats: int, tag: str
 ) -> PrefixCosts:
     """Measure the costs of one prefix: the first `length` tokens of `ids`, int `[tokens]`."""
-    prompt = ids.unsqueeze(0).to(model.device)
+    model, device, prompt = attachment.model, attachment.device, ids.unsqueeze(0)
 
     def request(restore: bool) -> tuple[float, RequestStats]:
         """Run the prompt. Return the duration in seconds, and the request's statistics."""
         cache = StoredCache.over(model, storage, method, CacheOptions(restore=restore, record=False, tag=tag))
-        return _seconds(lambda: run(cache, prompt), model.device), cache.stats
+        return _seconds(lambda: run(cache, prompt), device), cache.stats
 
     with _temporary(storage) as label:
         precompute(storage, model, ids[:length], PrecomputeSettings(method, label=label, tag=tag))
@@ -231,7 +231,7 @@ def _prefix_costs(
                 if stats.tier == TIERS[-1]:
                     read_seconds.append(stats.details.io_seconds)
         suffix_seconds = statistics.median(
-            _seconds(lambda: model(input_ids=prompt[:, length:], use_cache=False), model.device) for _ in range(repeats)
+            _seconds(lambda: model(input_ids=prompt[:, length:], use_cache=False), device) for _ in range(repeats)
         )
     costs = {
         tier: max(statistics.median(durations) - suffix_seconds, 0.0) / length for tier, durations in times.items()
@@ -240,15 +240,14 @@ def _prefix_costs(
     return PrefixCosts(length, costs.pop("none"), costs, load, suffix_seconds)
 
 
-def _compute_growth(model: PreTrainedModel, ids: torch.Tensor, repeats: int) -> float:
+def _compute_growth(attachment: Attachment, ids: torch.Tensor, repeats: int) -> float:
     """Measure `PrefixCosts.growth`: how many seconds longer each token takes per token before it, divided by two.
 
     It follows from passes of a few tokens of `ids`, int64 `[1, tokens]`, without and with a long context. Computing the
     context would take long, so its KV is that of these tokens, repeated.
     """
-    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", _CHUNK + _CONTEXT)
+    limit = getattr(attachment.config, "max_position_embeddings", _CHUNK + _CONTEXT)
     chunk = ids[:, : min(_CHUNK, limit // 2)]
-    attachment = attach(model)
 
     def continued(context: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[float, DynamicCache]:
         """Run the chunk after KV of a context. Return the duration in seconds, and the cache."""
@@ -256,7 +255,8 @@ def _compute_growth(model: PreTrainedModel, ids: torch.Tensor, repeats: int) -> 
         for layer, (keys, values) in enumerate(context):
             cache.update(keys, values, layer)
         positions = ForwardArguments.of(attachment).positions(chunk, cache.get_seq_length())
-        return _seconds(lambda: attachment.forward(chunk, cache, logits_to_keep=1, **positions), model.device), cache
+        seconds = _seconds(lambda: attachment.forward(chunk, cache, logits_to_keep=1, **positions), attachment.device)
+        return seconds, cache
 
     _, computed_cache = continued([])
     layers: list[Any] = computed_cache.layers
@@ -276,8 +276,8 @@ def _compute_growth(model: PreTrainedModel, ids: torch.Tensor, repeats: int) -> 
 
 def _model_and_ids(
     storage: Storage, model: torch.nn.Module, method: Method, count: int, exceeded: str
-) -> tuple[PreTrainedModel, torch.Tensor]:
-    """Return the transformers model, and token ids, int64 `[count]`, that no other measurement uses at the same time.
+) -> tuple[Attachment, torch.Tensor]:
+    """Return the attached model, and token ids, int64 `[count]`, that no other measurement uses at the same time.
 
     Raises ConfigError, with `exceeded` as beginning of the message, if the model has fewer positions, or StoreError if
     no result could be saved.
@@ -288,7 +288,8 @@ def _model_and_ids(
         raise ConfigError(f"{exceeded} the model's maximum number of positions; use fewer")
     generator = torch.Generator()
     generator.seed()
-    return attachment.model, torch.randint(3, attachment.config.vocab_size, (count,), generator=generator)
+    ids = torch.randint(3, attachment.config.vocab_size, (count,), generator=generator)
+    return attachment, ids.to(attachment.device)
 
 
 def _labelled(storage: Storage, label: str) -> list[str]:

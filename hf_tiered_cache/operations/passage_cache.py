@@ -99,7 +99,7 @@ def write(attachment: Attachment, first: int, tokens: int) -> list[int]:
     generator = torch.Generator().manual_seed(0)
     special, arguments = _special_tokens(attachment), ForwardArguments.of(attachment)
     for _ in range(tokens):
-        ids = torch.tensor([text[-1:]], device=attachment.devices[0])  # [1, 1]
+        ids = torch.tensor([text[-1:]], device=attachment.device)  # [1, 1]
         positions = arguments.positions(ids, len(text) - 1)
         logits = attachment.forward(ids, cache, logits_to_keep=1, **positions).logits[0, -1]
         probabilities = logits.float().cpu().index_fill(0, special, -torch.inf).softmax(0)  # [vocabulary]

@@ -10,7 +10,10 @@ from families import build, prompt
 from thorough import pairs
 
 from hf_tiered_cache import KVStore, TieredCache, attach, detach
-from hf_tiered_cache.identity import Fingerprinter, fingerprint
+from hf_tiered_cache.cache.calibrations import calibrated_ratio
+from hf_tiered_cache.cache.cost_model import calibration_for
+from hf_tiered_cache.identity import Fingerprinter, fingerprint, fingerprint_of
+from hf_tiered_cache.methods import Exact
 
 GREEDY = {"do_sample": False, "max_new_tokens": 6}
 
@@ -58,6 +61,17 @@ def test_it_records_and_restores_its_own(tmp_path, way):
             cache = TieredCache(model, store)
             assert torch.equal(model.generate(ids, past_key_values=cache, **GREEDY), expected)
             assert cache.stats.tokens_restored == tokens_restored
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_its_costs_are_measured_where_its_layers_compute(tmp_path, way):
+    model = way(build("llama"), tmp_path)
+    with KVStore(tmp_path / "kv") as store:
+        store.calibrate_prefix(model, tokens=[64], progress=False)
+        store.calibrate(model, passages=2, tokens=32, suffix=16, repeats=1, progress=False)
+        attachment, fingerprint = attach(model), fingerprint_of(attach(model))
+        assert calibration_for(store._storage, fingerprint, attachment, Exact()).measured
+        assert calibrated_ratio(store._storage, fingerprint, attachment.device, 80) is not None
 
 
 @pytest.mark.parametrize("way", WAYS)
