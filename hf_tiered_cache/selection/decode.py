@@ -12,11 +12,9 @@ ContiguousKV and IMPRESS select only once per prompt.
 
 from __future__ import annotations
 
-import statistics
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import ClassVar
 
@@ -32,54 +30,9 @@ from .held import Fetches, HeldChunks, Moves, Window
 from .indexes import RowIndexes
 from .selectors import SelectionInput, Selector, check_selection
 
-_ROUNDS = 3  # number of passes measured per size; the median counts
-
-
-class MicroBatches:
-    """Size of micro-batches (KVDRIVE, Section 6.1), tuned on this machine. The selection does not depend on it.
-
-    Smaller micro-batches overlap ranking with more reads, but cost more processor time per row. So all rows, halves,
-    quarters and so on down to single rows are measured in turn, after an unmeasured first pass that finds no blocks in
-    place, and the fastest size is kept.
-    """
-
-    def __init__(self) -> None:
-        self.size: int | None = None
-        """Rows per micro-batch; None until it is measured."""
-        self._rows = 0
-        self._schedule: list[int] = []  # sizes to measure, this pass's first; 0 for an unmeasured pass of all rows
-        self._seconds: dict[int, list[float]] = {}
-        self._elapsed = 0.0
-
-    def begin(self) -> None:
-        """Begin a pass: record the time of the last pass for its size, and go on to the next size to measure."""
-        if self._schedule and self._elapsed:
-            if size := self._schedule.pop(0):
-                self._seconds.setdefault(size, []).append(self._elapsed)
-            self._elapsed = 0.0
-            if not self._schedule:
-                self.size = min(self._seconds, key=lambda size: statistics.median(self._seconds[size]))
-
-    def size_for(self, rows: int) -> int:
-        """Return the micro-batch size for a layer with `rows` rows."""
-        if rows != self._rows:  # first pass, or another batch size
-            self._rows, self.size = rows, rows if rows == 1 else None
-            self._seconds.clear()
-            self._schedule = [0, *[*_sizes(rows)] * _ROUNDS]
-        return self.size or self._schedule[0] or rows
-
-    def add_time(self, seconds: float) -> None:
-        """Add the time of one layer of this pass."""
-        self._elapsed += seconds
-
-
-def _sizes(rows: int) -> Iterator[int]:
-    """Yield all rows, half of them (rounded up), and so on down to 1: 6, 3, 2, 1."""
-    while rows > 1:
-        yield rows
-        rows = -(-rows // 2)
-    yield 1
-
+MICRO_BATCH = 8
+"""Number of rows that are ranked together (KVDRIVE, Section 6.1). Reads of earlier rows overlap with ranking the next.
+The selection does not depend on it."""
 
 Choice = tuple[np.ndarray, np.ndarray | None]
 """Selected chunks, int64 `[sets, chunks]`, and candidates, best first, for the eviction of the window; see `Window`."""
@@ -101,7 +54,6 @@ class DecodeSelector(ABC):
     prefixes: Sequence[RowPrefix]
     budgets: Sequence[int]
 
-    micro_batches: MicroBatches = field(default_factory=MicroBatches, init=False)
     may_stay: ClassVar[bool]
     """True if the last selection may be kept if blocks of the next one cannot be read."""
 
@@ -197,7 +149,6 @@ class DecodeSelection:
         self._decode_selector, self._collector = decode_selector, collector
         self.fetcher = Fetcher(decode_selector.residency, collector, decode_selector.device_of)
         """Fetcher of the pass. Its `cancel` releases all block handles, wherever the pass has stopped."""
-        decode_selector.micro_batches.begin()
         self._number = -1  # of the current period
         self._choices: dict[int, Choice] = {}  # of the current period, by row
 
@@ -225,7 +176,7 @@ class DecodeSelection:
         Raises:
             RestoreError: A block did not arrive; nothing has changed.
         """
-        decode_selector, started = self._decode_selector, time.perf_counter()
+        decode_selector = self._decode_selector
         number = decode_selector.number_of[layer]
         period = decode_selector.periods[number]
         selects = layer == period[0]
@@ -235,9 +186,8 @@ class DecodeSelection:
             return
         states = {row: state for row, state in enumerate(rows) if state is not None}
         updates: list[_Update] = []
-        size = decode_selector.micro_batches.size_for(len(rows))
-        for first in range(0, len(rows), size):  # selection overlaps with fetches of other rows
-            batch = {row: states[row] for row in range(first, first + size) if row in states}
+        for first in range(0, len(rows), MICRO_BATCH):  # selection overlaps with fetches of other rows
+            batch = {row: states[row] for row in range(first, first + MICRO_BATCH) if row in states}
             if selects and batch:
                 with self._collector.timing("select_seconds"):
                     self._choices |= decode_selector.select(layer, batch, query, keys, scaling)
@@ -253,7 +203,6 @@ class DecodeSelection:
             update.state.window.commit(update.moves)
         if units:
             self._table.finish(layer)
-        decode_selector.micro_batches.add_time(time.perf_counter() - started)
 
     def _plan(self, row: int, state: HeldChunks, layers: Sequence[int]) -> _Update:
         """Plan the moves of a row, which fetches for `layers`: they hold the same, unless a pass has failed."""

@@ -17,7 +17,7 @@ from hf_tiered_cache.layers.buffer import KVBuffer
 from hf_tiered_cache.methods import KVDrive, make_method
 from hf_tiered_cache.selection import DECODE_INDEXES, decode, window
 from hf_tiered_cache.selection import held as grown
-from hf_tiered_cache.selection.decode import DecodeSelection, MicroBatches
+from hf_tiered_cache.selection.decode import DecodeSelection
 from hf_tiered_cache.selection.decode_index import rank
 from hf_tiered_cache.selection.window import ByIndex, Span
 
@@ -169,7 +169,7 @@ def test_nothing_depends_on_how_many_rows_are_ranked_together(model, tmp_path, m
         for row in rows[:2]:
             fill(store, model, row, METHOD)
         for size in (8, 2, 1):
-            monkeypatch.setattr(MicroBatches, "size_for", lambda self, rows, size=size: size)
+            monkeypatch.setattr(decode, "MICRO_BATCH", size)
             cache = TieredCache(model, store, method=METHOD, record=False)
             results.append((model.generate(ids, past_key_values=cache, **GREEDY), cache.stats))
     for answer, stats in results[1:]:
