@@ -88,13 +88,13 @@ class Fetcher:
 
     Args:
         device_of: Returns the device of a layer.
-        ahead_bytes: Maximum number of prefetched bytes not waited for yet; None for no limit but the memory budgets.
+        ahead_bytes: Maximum number of prefetched bytes not waited for yet.
     """
 
     residency: Residency
     collector: StatsCollector
     device_of: Callable[[int], torch.device]
-    ahead_bytes: int | None = None
+    ahead_bytes: int = 0
     _ahead: dict[FetchUnit, int] = field(default_factory=dict)  # bytes fetched ahead, until the unit is waited for
     _users: dict[BlockHandle, int] = field(default_factory=dict)  # number of units that use it
     _unconfirmed: dict[BlockHandle, None] = field(default_factory=dict)  # used before they were verified
@@ -122,7 +122,7 @@ class Fetcher:
             if attends:
                 unit.attended = np.union1d(unit.attended, chunks) if len(unit.attended) else chunks
             missing = np.setdiff1d(chunks, unit.held, assume_unique=True) if len(unit.held) else chunks
-            if ahead and self.ahead_bytes is not None:  # take the leading chunks that there is room for
+            if ahead:  # take the leading chunks that there is room for
                 size = unit.block_group.block_bytes
                 missing = missing[: max(0, self.ahead_bytes - sum(self._ahead.values())) // size]
                 self._ahead[unit] = self._ahead.get(unit, 0) + len(missing) * size

@@ -84,10 +84,9 @@ class Prefetch:
             for layer in unit.block_group.layers:
                 self._by_layer.setdefault(layer, []).append(unit)
         self._waiting = order[::-1]
-        ahead_bytes = fetcher.ahead_bytes
-        if ahead_bytes is None or (isinstance(plan, RecomputePlan) and ahead_bytes > 0):
-            ahead_bytes = sum(unit.nbytes for unit in order)
-        self._ahead_bytes = ahead_bytes
+        self._ahead_bytes = fetcher.ahead_bytes
+        if isinstance(plan, RecomputePlan) and self._ahead_bytes:
+            self._ahead_bytes = sum(unit.nbytes for unit in order)
         self._in_flight_bytes = 0
         self._layer = -1  # layer with blocks in use
         self._furthest = -1  # first layer of the last unit that was started
