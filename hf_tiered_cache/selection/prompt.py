@@ -57,8 +57,8 @@ class SelectiveRestore:
         prefetches: Collection[Prefetched],
         importance: TokenImportance | None,
         reselect: bool,
-        observed: int = 0,
-        method: str = "",
+        observed: int,
+        method: str,
     ) -> None:
         if not isinstance(selector, Selector):
             raise ConfigError(
@@ -68,8 +68,7 @@ class SelectiveRestore:
             raise ConfigError(f"prefetches may name {sorted(PREFETCHED)}, not {sorted(unknown)}")
         self.plan, self.selector, self.fetcher = plan, selector, fetcher
         self.residency, self.collector = fetcher.residency, fetcher.collector
-        self._importance, self._reselects = importance, reselect
-        self.observed, self._method = observed, method
+        self._importance, self.observed, self._method = importance, observed, method
         self._probe_keys: dict[tuple[int, int], torch.Tensor] = {}  # scored keys, by period and index in _rows
         self._periods = in_groups(layers, selector.period, selector.solo_layers)
         self._period_of = {layer: number for number, period in enumerate(self._periods) for layer in period}
@@ -232,6 +231,6 @@ class SelectiveRestore:
         self._scanned_groups.update((unit.reader, unit.block_group.index) for unit in units)
         keys = table.keys(tokens, units, layer, heads)
         rotate_(keys, tokens.tokens, tokens.row.tokens)
-        if self._reselects:
+        if self._decode_selector is not None:
             self._probe_keys[number, place] = keys
         return keys
