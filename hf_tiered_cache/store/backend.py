@@ -13,6 +13,7 @@ nothing about the stored data.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
@@ -20,8 +21,9 @@ from functools import wraps
 from numbers import Integral
 from typing import Any, Protocol, TypeVar
 
-from ..errors import ConfigError, with_type
+from ..errors import with_type
 from .engines import EngineFile, ReadOp
+from .faults import Notices
 from .kinds import PIN, SEGMENT, SEGMENT_SUFFIX, SIDECAR, FileKind
 from .lazy import torch
 from .records import RecordFiles
@@ -182,7 +184,7 @@ class SegmentBackend(Protocol):
         """Wait for pending reads, and release the threads."""
 
 
-# --- checks of what the methods of an `ObjectBackend` return, since plug-ins implement them
+# --- the methods of an `ObjectBackend`, whose faults are OSErrors whatever a plug-in raises or returns
 
 
 def _is_stored(answer: object) -> bool:
@@ -191,10 +193,9 @@ def _is_stored(answer: object) -> bool:
 
 def _is_bytes(answer: Any) -> bool:
     try:
-        memoryview(answer)
+        return memoryview(answer).itemsize == 1
     except TypeError:
         return False
-    return True
 
 
 def _holds(answer: object, is_valid: Callable[[object], bool]) -> bool:
@@ -204,11 +205,12 @@ def _holds(answer: object, is_valid: Callable[[object], bool]) -> bool:
 ANSWERS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "find_object": ("Stored(version, size, nbytes) or None", lambda answer: answer is None or _is_stored(answer)),
     "list_objects": (
-        "a dict of Stored(version, size, nbytes) by name in the folder",
-        lambda answer: _holds(answer, _is_stored) and not any("/" in name for name in answer),
+        "a dict of Stored(version, size, nbytes) by names without the folder",
+        lambda answer: _holds(answer, _is_stored) and all(isinstance(name, str) and "/" not in name for name in answer),
     ),
     "get_object": ("bytes", _is_bytes),
     "get_beginnings": ("a dict of bytes by name", lambda answer: _holds(answer, _is_bytes)),
+    "put_object": ("nothing", lambda answer: True),
     "delete_object": ("True or False", lambda answer: isinstance(answer, Integral)),
     "free": ("a number of bytes or None", lambda answer: answer is None or isinstance(answer, Integral)),
 }
@@ -216,20 +218,37 @@ ANSWERS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 
 def check_answers(kind: type) -> None:
-    """Let the methods that a class defines raise ConfigError, which names them, if they return anything else."""
+    """Let the methods that a class defines raise OSError, which names them, if they fail in another way.
+
+    What they raise is logged once for each method and type of exception, with its traceback.
+    """
+    notices = Notices()
     for name in ANSWERS.keys() & vars(kind).keys():
-        setattr(kind, name, _checked(vars(kind)[name], name))
+        setattr(kind, name, _checked(vars(kind)[name], name, notices))
 
 
-def _checked(method: Callable[..., _T], name: str) -> Callable[..., _T]:
+def _checked(method: Callable[..., _T], name: str, notices: Notices) -> Callable[..., _T]:
     expected, is_valid = ANSWERS[name]
 
     @wraps(method)
-    def call(backend: object, /, *args: Any, **kwargs: Any) -> _T:
-        answer = method(backend, *args, **kwargs)
-        if not is_valid(answer):
-            message = f"{type(backend).__name__}.{name} must return {expected}, not {with_type(answer)}"
-            raise ConfigError(f"{message} for {args[0]}" if args and isinstance(args[0], str) else message)
-        return answer
+    def call(backend: Any, /, *args: Any, **kwargs: Any) -> _T:
+        called = f"{type(backend).__name__}.{name}"
+        try:
+            answer = method(backend, *args, **kwargs)
+        except (OSError, MemoryError):
+            raise
+        except Exception as error:  # whatever a client library raises
+            fault = f"{called} raised {error!r}"
+            notices.warn(f"{name} {type(error).__name__}", f"{fault}, which counts as a fault of the place", error)
+        else:
+            if is_valid(answer):
+                return answer
+            wrong: Any = answer
+            if isinstance(wrong, Mapping):  # name an entry that is wrong
+                entries = ({key: value} for key, value in wrong.items())
+                wrong = next((entry for entry in entries if not is_valid(entry)), wrong)
+            fault = f"{called} must return {expected}, not {with_type(wrong)}"
+        # here, since an error with the other one as its context would keep all frames alive
+        raise OSError(errno.EIO, fault, "/".join([backend.place, *(arg for arg in args[:1] if isinstance(arg, str))]))
 
     return call

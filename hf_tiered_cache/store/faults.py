@@ -40,11 +40,11 @@ class Notices:
     def __init__(self) -> None:
         self._logged: set[str] = set()
 
-    def warn(self, topic: str, message: str) -> None:
-        """Log a warning, unless a warning on this topic was logged before."""
+    def warn(self, topic: str, message: str, error: Exception | None = None) -> None:
+        """Log a warning, with the traceback of an error, unless a warning on this topic was logged before."""
         if topic not in self._logged:
             self._logged.add(topic)
-            LOGGER.warning("%s", message)
+            LOGGER.warning("%s", message, exc_info=error)
 
 
 class Counters(Notices):

@@ -45,8 +45,8 @@ _COUNTED_FOLDERS = ("", "conversations", "documents", ENTRY.folder)
 class ObjectBackend(ABC, SegmentBackend):
     """Implementation of `SegmentBackend` over objects. Subclasses implement the five abstract methods.
 
-    They may be called from any thread. Their faults are OSErrors: other exceptions end the request. What they return is
-    checked.
+    They may be called from any thread. Their faults are OSErrors, and end no request. Other exceptions, and answers of
+    another type or length, become OSErrors that name the subclass. Exceptions are logged with their traceback.
 
     Args:
         place: Address of the place, for messages.
@@ -86,7 +86,7 @@ class ObjectBackend(ABC, SegmentBackend):
 
     @abstractmethod
     def get_object(self, name: str, version: Any, offset: int, nbytes: int) -> bytes:
-        """Read `nbytes` from `offset` of one version (see `Stored`) of an object; fewer only if the object ends.
+        """Return `nbytes` from `offset` of one version (see `Stored`) of an object, which lie within its size.
 
         Raises FileNotFoundError if there is no such object, or another version of it, or OSError if it cannot be read.
         """
@@ -172,12 +172,10 @@ class ObjectBackend(ABC, SegmentBackend):
         file = call.file
         assert isinstance(file, ObjectFile)
         try:
-            content = self.get_object(file.name, file.version, call.offset, call.nbytes)
+            content = _bytes_of(self, file.name, file.version, call.offset, call.nbytes)
         except OSError as error:
             error.filename = file.path  # a batch may read several objects
             raise
-        if len(content) < call.nbytes:
-            raise OSError(errno.EIO, "it ends before the block", file.path)
         with self.__counting:
             self.bytes_read += len(content)
         call.fill(np.frombuffer(content, np.uint8))
@@ -343,13 +341,20 @@ def _object_name(kind: FileKind, name: str) -> str:
 
 
 def _range_of(backend: ObjectBackend, name: str, stored: Stored, offset: int, nbytes: int) -> bytes:
-    """Return a range of an object, up to its end.
+    """Return a range of an object, up to its end. Raises OSError."""
+    nbytes = min(nbytes, stored.size - offset)
+    return bytes(_bytes_of(backend, name, stored.version, offset, nbytes)) if nbytes > 0 else b""
 
-    Raises OSError if bytes are missing: a short answer of a place must not count as a damaged object.
+
+def _bytes_of(backend: ObjectBackend, name: str, version: Any, offset: int, nbytes: int) -> bytes:
+    """Return a range of one version of an object.
+
+    Raises OSError if it has another length: a short answer of a place must not count as a damaged object.
     """
-    content = bytes(backend.get_object(name, stored.version, offset, nbytes))
-    if len(content) < min(nbytes, stored.size - offset):
-        raise OSError(errno.EIO, "fewer bytes were returned than it has", f"{backend.place}/{name}")
+    content = backend.get_object(name, version, offset, nbytes)
+    if len(content) != nbytes:
+        fault = f"{type(backend).__name__}.get_object returned {len(content)} bytes, not {nbytes} from {offset}"
+        raise OSError(errno.EIO, fault, f"{backend.place}/{name}")
     return content
 
 

@@ -60,7 +60,8 @@ def read_head(read: Callable[[Any, HeadLength], tuple[Any, ...]], segment_id: An
         header, num_hashes = decode_header(page)
         decoded.append((header, num_hashes, None if cipher is None else cipher.guard(header.seal)))
         if stored.size < header.file_bytes:
-            raise FormatError(f"the file is truncated: {stored.size} of {header.file_bytes} bytes")
+            reporter = type(owner).__name__ if (owner := getattr(read, "__self__", None)) else "the file system"
+            raise FormatError(f"it is truncated: {reporter} reports {stored.size} of {header.file_bytes} bytes")
         check_not_sparse(header.blocks.offset - HEADER_BYTES, stored)
         return header.blocks.offset
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import errno
+import re
 import threading
 import uuid
 import zlib
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +17,7 @@ from segments import hashes, read_back, segment, store_over
 from servers import REMOTES
 from threads import run_in_threads
 
-from hf_tiered_cache.errors import ConfigError, FormatError, IntegrityError, StoreBusyError, StoreClosedError
+from hf_tiered_cache.errors import FormatError, IntegrityError, StoreBusyError, StoreClosedError
 from hf_tiered_cache.store import folder, maintain, objects
 from hf_tiered_cache.store.backend import SegmentBackend, Stored
 from hf_tiered_cache.store.backends import open_remote
@@ -23,7 +26,19 @@ from hf_tiered_cache.store.folder import FolderBackend
 from hf_tiered_cache.store.kinds import SEGMENT_MAGIC
 from hf_tiered_cache.store.memory import aligned_bytes
 from hf_tiered_cache.store.objects import ObjectBackend
+from hf_tiered_cache.store.segment import read_head
 
+DOCS = Path(__file__).parents[2] / "docs"
+_ROWS = re.findall(r"^\| `(\w+)`(?: \(optional\))? \| (.*) \|$", (DOCS / "extending.md").read_text(), re.M)
+FIND, LIST, GET, PUT, DELETE, FREE = (
+    f"docs/extending.md: {name}() must {dict(_ROWS)[name]}"
+    for name in ("find_object", "list_objects", "get_object", "put_object", "delete_object", "free")
+)
+FIND_AND_LIST = f"{FIND}\n{LIST}"
+THREADS = f"docs/extending.md: the methods are called from several threads at once\n{PUT}\n{GET}"
+LOCK = "docs/extending.md: locked() is a context manager that excludes all others"
+STORE = "a store over the backend must find and read what is stored, and notice damage and what others removed"
+"""Rules that a failed test names: those of the page for authors of backends."""
 KINDS = ["folder", "memory", "compressed", "memory://", *REMOTES]
 A, B = "a" * 32, "b" * 32
 DATA = SEGMENT_MAGIC + (bytes(range(256)) * 64)[len(SEGMENT_MAGIC) :]  # four pages
@@ -59,6 +74,16 @@ def backend(request, tmp_path, place_of):
     segment_backend.close()
 
 
+@contextmanager
+def refused(error, rule):
+    """Expect an error, and name the rule that requires it if there is none."""
+    try:
+        with pytest.raises(error) as caught:
+            yield caught
+    except pytest.fail.Exception as failure:
+        pytest.fail(f"{failure}\n{rule}")
+
+
 def filled(number):
     return SEGMENT_MAGIC + bytes([number]) * (SIZE - len(SEGMENT_MAGIC))
 
@@ -89,29 +114,29 @@ def blocks_of(backend, file, *offsets, nbytes=4096):
 
 
 def test_of_an_empty_place_nothing_is_found(backend):
-    assert backend.names() == []
-    assert backend.find(A) is None
-    assert backend.pinned() == set()
-    assert not backend.delete(A)
-    assert backend.is_reachable()
-    assert backend.writable
+    assert backend.names() == [], FIND_AND_LIST
+    assert backend.find(A) is None, FIND_AND_LIST
+    assert backend.pinned() == set(), FIND_AND_LIST
+    assert not backend.delete(A), DELETE
+    assert backend.is_reachable(), FIND_AND_LIST
+    assert backend.writable, FIND_AND_LIST
     for ask in (lambda: whole(backend), lambda: opened(backend)):
-        with pytest.raises(FileNotFoundError):
+        with refused(FileNotFoundError, FIND_AND_LIST):
             ask()
 
 
 def test_what_is_written_is_found_and_read(backend):
     put(backend)
-    assert backend.names() == [A]
+    assert backend.names() == [A], LIST
     metadata = backend.find(A)
-    assert (metadata.size, metadata.nbytes > 0) == (SIZE, True)
-    assert whole(backend) == DATA
+    assert (metadata.size, metadata.nbytes > 0) == (SIZE, True), FIND
+    assert whole(backend) == DATA, GET
     file = opened(backend)
     first, second = aligned_bytes(4096), aligned_bytes(4096)
     nbytes = backend.read([ReadOp(file, 4096, first), ReadOp(file, 12288, second)]).result()
-    assert nbytes >= 8192
-    assert bytes(first.numpy()) + bytes(second.numpy()) == DATA[4096:8192] + DATA[12288:]
-    assert A in backend.where(A)
+    assert nbytes >= 8192, GET
+    assert bytes(first.numpy()) + bytes(second.numpy()) == DATA[4096:8192] + DATA[12288:], GET
+    assert A in backend.where(A), FIND
 
 
 def test_one_call_reads_several_segments(backend):
@@ -120,7 +145,7 @@ def test_one_call_reads_several_segments(backend):
     files = [opened(backend, name) for name in (A, B)]
     blocks = [aligned_bytes(4096) for _ in files]
     backend.read([ReadOp(file, 8192, block) for file, block in zip(files, blocks, strict=True)]).result()
-    assert [bytes(block.numpy()) for block in blocks] == [DATA[8192:12288], OTHER[8192:12288]]
+    assert [bytes(block.numpy()) for block in blocks] == [DATA[8192:12288], OTHER[8192:12288]], GET
 
 
 def test_a_head_is_as_long_as_its_first_page_says(backend):
@@ -132,18 +157,18 @@ def test_a_head_is_as_long_as_its_first_page_says(backend):
         return 8192
 
     metadata, head = backend.head(A, length)
-    assert (metadata, head) == (backend.find(A), DATA[:8192])
-    assert backend.open(A, length)[:2] == (metadata, head)
-    assert calls == 2 * [(metadata, DATA[:4096])]
-    assert backend.head(A, lambda *_: 10 * SIZE)[1] == DATA  # fewer only where it ends
+    assert (metadata, head) == (backend.find(A), DATA[:8192]), GET
+    assert backend.open(A, length)[:2] == (metadata, head), GET
+    assert calls == 2 * [(metadata, DATA[:4096])], GET
+    assert backend.head(A, lambda *_: 10 * SIZE)[1] == DATA, GET  # fewer only where it ends
     put(backend, B, b"short")
-    assert backend.head(B, lambda metadata, page: len(page))[1] == b"short"
+    assert backend.head(B, lambda metadata, page: len(page))[1] == b"short", GET
 
     def refuse(*_):
         raise FormatError("no segment")
 
     for ask in (backend.head, backend.open):
-        with pytest.raises(FormatError):
+        with refused(FormatError, GET):
             ask(A, refuse)
 
 
@@ -164,32 +189,32 @@ def test_a_head_and_its_blocks_are_of_one_version(backend, monkeypatch):
 
         monkeypatch.setattr(backend.engine, "open", renewed)
     _, head, file = backend.open(A, lambda stored, page: 4096)
-    assert blocks_of(backend, file, 0) == [head]
+    assert blocks_of(backend, file, 0) == [head], GET
 
 
 def test_nobody_sees_what_is_not_published(backend):
     with backend.write(A, SIZE) as upload:
         upload.write(memoryview(DATA), 0)
-        assert (backend.names(), backend.find(A)) == ([], None)
-        assert upload.nbytes() >= SIZE
+        assert (backend.names(), backend.find(A)) == ([], None), PUT
+        assert upload.nbytes() >= SIZE, PUT
     with pytest.raises(ZeroDivisionError), backend.write(A, SIZE) as upload:
         upload.write(memoryview(DATA), 0)
         raise ZeroDivisionError
-    assert (backend.names(), backend.find(A)) == ([], None)
+    assert (backend.names(), backend.find(A)) == ([], None), PUT
 
 
 def test_the_first_writer_wins_unless_another_is_to_replace_it(backend):
     put(backend)
     before = backend.find(A)
-    with pytest.raises(FileExistsError):
+    with refused(FileExistsError, PUT):
         put(backend, data=OTHER)
-    assert (backend.find(A), whole(backend)) == (before, DATA)
+    assert (backend.find(A), whole(backend)) == (before, DATA), PUT
     put(backend, data=OTHER, replace=True)
-    assert backend.find(A).version != before.version
-    assert whole(backend) == OTHER
-    assert backend.names() == [A]
+    assert backend.find(A).version != before.version, PUT
+    assert whole(backend) == OTHER, PUT
+    assert backend.names() == [A], PUT
     put(backend, B, replace=True)  # nothing was there
-    assert whole(backend, B) == DATA
+    assert whole(backend, B) == DATA, PUT
 
 
 def test_an_open_segment_is_never_mixed_with_its_replacement(backend):
@@ -199,27 +224,27 @@ def test_an_open_segment_is_never_mixed_with_its_replacement(backend):
         try:
             return blocks_of(backend, file, offset)
         except FileNotFoundError as error:
-            assert error.filename == file.path
+            assert error.filename == file.path, GET
             return None
 
     allowed = [None] if isinstance(backend, ObjectBackend) else []
     put(backend)
     file = opened(backend)
     put(backend, data=OTHER, replace=True)
-    assert blocks_of(backend, opened(backend), 0) == [OTHER[:4096]]
-    assert read(0) in [[DATA[:4096]], *allowed]
-    assert backend.delete(A)
-    assert read(4096) in [[DATA[4096:8192]], *allowed]
-    assert (backend.names(), backend.find(A), backend.delete(A)) == ([], None, False)
+    assert blocks_of(backend, opened(backend), 0) == [OTHER[:4096]], GET
+    assert read(0) in [[DATA[:4096]], *allowed], GET
+    assert backend.delete(A), DELETE
+    assert read(4096) in [[DATA[4096:8192]], *allowed], GET
+    assert (backend.names(), backend.find(A), backend.delete(A)) == ([], None, False), DELETE
 
 
 def test_a_read_past_the_end_fails(backend):
     put(backend)
     file = opened(backend)
-    with pytest.raises(OSError) as error:
+    with refused(OSError, GET) as error:
         blocks_of(backend, file, 0, SIZE)
-    assert error.value.filename == file.path
-    assert blocks_of(backend, file, 0) == [DATA[:4096]]
+    assert error.value.filename == file.path, GET
+    assert blocks_of(backend, file, 0) == [DATA[:4096]], GET
 
 
 def test_many_threads_read_and_write_at_once(backend):
@@ -230,57 +255,57 @@ def test_many_threads_read_and_write_at_once(backend):
         name = f"{number:032x}"
         for _ in range(10):
             put(backend, name, data=filled(number), replace=True)
-            assert whole(backend, name) == filled(number)
-            assert blocks_of(backend, file, 0, 8192) == [DATA[:4096], DATA[8192:12288]]
+            assert whole(backend, name) == filled(number), THREADS
+            assert blocks_of(backend, file, 0, 8192) == [DATA[:4096], DATA[8192:12288]], THREADS
 
     run_in_threads(work, range(1, 5))
-    assert len(backend.names()) == 5
+    assert len(backend.names()) == 5, THREADS
 
 
 def test_what_lies_beside_a_segment_is_listed_apart_and_otherwise_like_one(backend):
     sidecars, usage = f"{A}.index", backend.usage()
-    assert backend.sidecars() == {}
+    assert backend.sidecars() == {}, FIND_AND_LIST
     put(backend)
     put(backend, sidecars, OTHER)
-    assert (backend.names(), list(backend.sidecars())) == ([A], [sidecars])
-    assert backend.sidecars()[sidecars] == backend.find(sidecars).nbytes > 0
-    assert backend.usage() == usage
-    assert (whole(backend), whole(backend, sidecars)) == (DATA, OTHER)
-    assert blocks_of(backend, opened(backend, sidecars), 4096) == [OTHER[4096:8192]]
+    assert (backend.names(), list(backend.sidecars())) == ([A], [sidecars]), FIND_AND_LIST
+    assert backend.sidecars()[sidecars] == backend.find(sidecars).nbytes > 0, FIND_AND_LIST
+    assert backend.usage() == usage, FIND_AND_LIST
+    assert (whole(backend), whole(backend, sidecars)) == (DATA, OTHER), FIND_AND_LIST
+    assert blocks_of(backend, opened(backend, sidecars), 4096) == [OTHER[4096:8192]], FIND_AND_LIST
     put(backend, sidecars, replace=True)
-    assert whole(backend, sidecars) == DATA
+    assert whole(backend, sidecars) == DATA, FIND_AND_LIST
     backend.sync()
-    assert backend.delete(A)
-    assert (backend.names(), list(backend.sidecars())) == ([], [sidecars])  # who deletes decides
-    assert backend.delete(sidecars)
-    assert not backend.delete(sidecars)
-    assert (backend.sidecars(), backend.find(sidecars)) == ({}, None)
+    assert backend.delete(A), DELETE
+    assert (backend.names(), list(backend.sidecars())) == ([], [sidecars]), FIND_AND_LIST  # who deletes decides
+    assert backend.delete(sidecars), DELETE
+    assert not backend.delete(sidecars), DELETE
+    assert (backend.sidecars(), backend.find(sidecars)) == ({}, None), FIND_AND_LIST
 
 
 def test_pins_are_marks_on_names(backend):
     backend.pin(A, True)
     backend.pin(A, True)
-    assert backend.pinned() == {A}
+    assert backend.pinned() == {A}, FIND_AND_LIST
     put(backend)
-    assert backend.delete(A)
-    assert backend.pinned() == {A}  # who deletes decides
+    assert backend.delete(A), DELETE
+    assert backend.pinned() == {A}, FIND_AND_LIST  # who deletes decides
     backend.pin(A, False)
     backend.pin(A, False)
-    assert backend.pinned() == set()
+    assert backend.pinned() == set(), FIND_AND_LIST
 
 
 def test_usage_is_what_lies_beside_the_segments(backend):
     before = backend.usage()
     with backend.write(A, 1 << 20) as upload:
         upload.write(memoryview(DATA), 0)
-        assert backend.usage() - before >= 1 << 20
-    assert backend.usage() == before
+        assert backend.usage() - before >= 1 << 20, FIND_AND_LIST
+    assert backend.usage() == before, FIND_AND_LIST
     put(backend)
-    assert backend.usage() == before
+    assert backend.usage() == before, FIND_AND_LIST
     backend.sync()
-    assert backend.clean_up() == ({}, False)
+    assert backend.clean_up() == ({}, False), FIND_AND_LIST
     free = backend.free()
-    assert free is None or free > 0
+    assert free is None or free > 0, FREE
 
 
 def test_the_lock_is_for_one_at_a_time(backend, monkeypatch):
@@ -299,9 +324,9 @@ def test_the_lock_is_for_one_at_a_time(backend, monkeypatch):
         thread = threading.Thread(target=other)
         thread.start()
         thread.join()
-    assert len(errors) == 1
+    assert len(errors) == 1, LOCK
     other()
-    assert len(errors) == 1
+    assert len(errors) == 1, LOCK
 
 
 @pytest.mark.parametrize(
@@ -309,10 +334,13 @@ def test_the_lock_is_for_one_at_a_time(backend, monkeypatch):
     [
         ("get_object", None, whole),
         ("get_beginnings", {A: "x"}, lambda backend: backend.get_beginnings([A], 8)),
+        ("get_object", memoryview(bytes(32)).cast("Q"), whole),
         ("find_object", (1, SIZE, SIZE), whole),
         ("find_object", Stored(1, "2", 3), lambda backend: backend.find(A)),
+        ("list_objects", {1: Stored(1, 2, 3)}, MemoryBackend.names),
         ("list_objects", [A], lambda backend: backend.names()),
         ("list_objects", {f"{A}.kv": (1, SIZE, SIZE)}, lambda backend: backend.usage()),
+        ("list_objects", {name: Stored(1, 2, 3) for name in ("x" * 80, f"segments/{B}.kv")}, MemoryBackend.names),
         ("delete_object", None, lambda backend: backend.delete(A)),
         ("free", "1 GiB", lambda backend: put(backend, B)),
     ],
@@ -323,9 +351,68 @@ def test_an_answer_of_a_wrong_type_names_the_backend_and_its_method(member, answ
     backend = type("Faulty", (MemoryBackend,), {member: lambda *arguments, **options: answer})()
     backend.objects = sound.objects
     sound.close()
-    with pytest.raises(ConfigError, match=rf"^Faulty\.{member} must return .*, not .*\({type(answer).__name__}\)"):
+    with pytest.raises(OSError, match=rf"Faulty\.{member} must return .*, not .*\({type(answer).__name__}\)") as error:
         action(backend)
+    assert "x" * 80 not in str(error.value)  # the entry that is wrong is quoted
     backend.close()
+
+
+@pytest.mark.parametrize("extra", [-1, 1])
+def test_an_answer_of_a_wrong_length_is_an_error_of_the_place(extra):
+    backend = MemoryBackend()
+    put(backend)
+    file, right = opened(backend), backend.get_object
+    backend.get_object = lambda name, version, offset, nbytes: (right(name, version, offset, nbytes) + b"x")[
+        : nbytes + extra
+    ]
+    for read in (whole, lambda backend: blocks_of(backend, file, 4096)):
+        with pytest.raises(OSError, match=r"MemoryBackend.get_object returned \d+ bytes, not \d+ from (0|4096)"):
+            read(backend)
+    backend.close()
+
+
+@pytest.mark.parametrize("extra", [-1, 1])
+def test_a_wrong_size_names_who_reported_it(extra):
+    backend = MemoryBackend()
+    store = store_over(backend)
+    header, _ = publish(store)
+    find = backend.find_object
+    wrong = backend.find(header.id).size + extra
+    backend.find_object = lambda name: (stored := find(name)) and stored._replace(size=wrong)
+    if extra < 0:
+        with pytest.raises(FormatError, match=rf"it is truncated: MemoryBackend reports {wrong} of {wrong + 1}"):
+            read_head(backend.head, header.id)
+    else:
+        with pytest.raises(OSError, match=r"MemoryBackend.get_object returned .* bytes, not"):
+            whole(backend, header.id)
+
+
+@pytest.mark.parametrize("member", ["find_object", "list_objects", "get_object", "put_object", "delete_object", "free"])
+def test_whatever_a_method_raises_is_an_error_of_the_place(member, caplog):
+    """It names the class and the method. The traceback is logged once."""
+
+    def lost(self, *arguments, **options):
+        return {}["key"]
+
+    sound = MemoryBackend()
+    put(sound)
+    backend = type("Faulty", (MemoryBackend,), {member: lost})()
+    backend.objects = sound.objects
+    action = {
+        "list_objects": lambda: backend.names(),
+        "put_object": lambda: put(backend, B),
+        "delete_object": lambda: backend.delete(A),
+        "free": lambda: put(backend, B),
+    }.get(member, lambda: whole(backend))
+    for _ in range(2):
+        with pytest.raises(
+            OSError, match=rf"Faulty.{member} raised KeyError\('key'\).*{re.escape(backend.place)}"
+        ) as error:
+            action()
+        assert error.value.__context__ is None  # its traceback would keep destinations of reads alive
+    assert caplog.text.count('return {}["key"]') == 1
+    for other in (sound, backend):
+        other.close()
 
 
 def test_a_closed_backend_reads_no_more(backend):
@@ -348,19 +435,19 @@ def publish(store, seed="a", count=4, **changes):
 def test_a_store_serves_segments_from_it(backend):
     store = store_over(backend)
     header, blocks = publish(store)
-    assert [row.id for row in store.find(hashes(4))] == [header.id]
-    assert store.found(store.find(hashes(4))[:1])[0] is not None
+    assert [row.id for row in store.find(hashes(4))] == [header.id], STORE
+    assert store.found(store.find(hashes(4))[:1])[0] is not None, STORE
     for written_blocks, read_blocks in zip(blocks, read_back(store, header.id), strict=True):
-        assert torch.equal(written_blocks, read_blocks)
-    assert store.publish(header, hashes(4), blocks)
-    assert store.counters.snapshot().duplicate_writes == 1
+        assert torch.equal(written_blocks, read_blocks), STORE
+    assert store.publish(header, hashes(4), blocks), STORE
+    assert store.counters.snapshot().duplicate_writes == 1, STORE
     report = maintain.verify(store)
-    assert (report.segments, report.ok) == (1, True)
+    assert (report.segments, report.ok) == (1, True), STORE
     other_store = store_over(backend)  # another process: its catalogue is made of what is there
-    assert [row.id for row in other_store.find(hashes(4))] == [header.id]
-    assert other_store.remove([header.id]) == 1
-    assert store.reader(header.id) is None
-    assert store.find(hashes(4)) == []
+    assert [row.id for row in other_store.find(hashes(4))] == [header.id], STORE
+    assert other_store.remove([header.id]) == 1, STORE
+    assert store.reader(header.id) is None, STORE
+    assert store.find(hashes(4)) == [], STORE
     other_store.sync()
 
 
@@ -373,21 +460,21 @@ def test_damage_in_it_is_a_miss_and_the_segment_is_stored_anew(backend):
     with pytest.raises(IntegrityError) as error:
         read_back(store, header.id)
     store.report(header.id, error.value)
-    assert store.counters.snapshot().verification_failures == 1
-    assert store.find(hashes(4)) == []
-    assert backend.find(header.id) is None
+    assert store.counters.snapshot().verification_failures == 1, STORE
+    assert store.find(hashes(4)) == [], STORE
+    assert backend.find(header.id) is None, STORE
     publish(store)
     for written_blocks, read_blocks in zip(blocks, read_back(store, header.id), strict=True):
-        assert torch.equal(written_blocks, read_blocks)
+        assert torch.equal(written_blocks, read_blocks), STORE
 
 
 def test_a_read_error_hides_a_segment_of_it(backend):
     store = store_over(backend)
     header, _ = publish(store)
     store.report(header.id, OSError(errno.EIO, "a cable"))
-    assert store.find(hashes(4)) == []
+    assert store.find(hashes(4)) == [], STORE
     publish(store)
-    assert [row.id for row in store.find(hashes(4))] == [header.id]
+    assert [row.id for row in store.find(hashes(4))] == [header.id], STORE
 
 
 @pytest.mark.parametrize("kind", ["folder", "memory"])

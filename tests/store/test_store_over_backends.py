@@ -247,6 +247,9 @@ def with_attribute(name, value):
         (with_members(open=None, names=()), "^Changed redefines names, open, which ObjectBackend needs"),
         (with_attribute("find", {}), "^MemoryBackend redefines find, which ObjectBackend needs"),
         (with_attribute("records", []), "^MemoryBackend redefines records, which ObjectBackend needs"),
+        (with_attribute("place", 3), "^MemoryBackend redefines place, which ObjectBackend needs"),
+        (with_attribute("bytes_read", {}), "^MemoryBackend redefines bytes_read, which ObjectBackend needs"),
+        (with_attribute("is_used", []), "^MemoryBackend redefines is_used, which ObjectBackend needs"),
         (with_members(put_object=lambda self, name, content: None), r"^Changed.put_object must accept .*replace"),
         (with_members(locked=7), r"^Changed.locked must accept \(self\).* is not a callable"),
         (
@@ -309,12 +312,31 @@ def test_bytes_may_be_returned_as_views(model, objects, tmp_path, monkeypatch):
         objects.clear()
 
 
-def test_names_of_objects_that_begin_with_their_folder_are_refused(objects, connect, model):
+def test_names_of_objects_that_begin_with_their_folder_are_a_fault_of_the_place(objects, connect, model, caplog):
     with connect() as store:
         store.precompute(model, IDS[0, :80], progress=False)
     listed = {name: MemoryBackend.find_object(store._storage.disk.backend, name) for name in objects}
-    with pytest.raises(ConfigError, match=r"list_objects must return a dict of Stored.* by name in the folder"):
-        KVStore(backend=with_members(list_objects=lambda self, folder: listed))
+    with KVStore(backend=with_members(list_objects=lambda self, folder: listed)) as store:
+        assert logits(model, store)[1].stats.reason == reasons.UNREADABLE
+    assert "list_objects must return a dict of Stored(version, size, nbytes) by names without the folder" in caplog.text
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_what_a_backend_raises_while_it_is_read_is_a_counted_miss(objects, connect, model, caplog, first):
+    """Wherever that is: the head and the blocks of a segment are read in different threads."""
+    with connect() as store:
+        store.precompute(model, IDS[0, :80], progress=False)
+
+    def get_object(self, name, version, offset, nbytes):
+        return MemoryBackend.get_object(self, name, version, offset, nbytes) if offset < first else {}["key"]
+
+    backend = with_members(get_object=get_object)
+    backend.objects = objects
+    with KVStore(backend=backend, host_memory=0) as store:
+        answer, cache = logits(model, store)
+        assert torch.equal(answer, expected(model, 0))
+        assert store.stats.read_errors > 0 and cache.stats.tokens_restored == 0
+    assert "get_object raised KeyError('key')" in caplog.text and "Traceback" in caplog.text
 
 
 # --- places that fail for a moment

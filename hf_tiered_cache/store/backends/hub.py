@@ -70,9 +70,7 @@ class HubBackend(ObjectBackend):
         stored = files.get(name)
         if stored is None or stored.version != version:
             raise FileNotFoundError(errno.ENOENT, "it was replaced or deleted", name)
-        stop = min(offset + nbytes, stored.size)
-        if offset >= stop:
-            return b""
+        stop = offset + nbytes
         with self._faults(name, missing=errno.EIO):  # it is listed, so it was not replaced
             path = f"{self._prefix}/{name}".lstrip("/")
             url = hf_hub_url(filename=path, revision=commit, endpoint=self._api.endpoint, **self._repo)

@@ -64,7 +64,7 @@ class ObjectStoreBackend(ObjectBackend):
         return {meta["path"].rpartition("/")[2]: _stored(meta) for meta in listing["objects"]}
 
     def get_object(self, name: str, version: Any, offset: int, nbytes: int) -> bytes:
-        content = self._ranges.submit(partial(self._get, name, offset, nbytes, version))() if nbytes else b""
+        content = self._ranges.submit(partial(self._get, name, offset, nbytes, version))()
         if content is None:
             raise FileNotFoundError(errno.ENOENT, "it was replaced or deleted", name)
         return content
