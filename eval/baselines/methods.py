@@ -16,7 +16,6 @@ from hf_tiered_cache.selection.selectors import (
     Selection,
     SelectionInput,
     Selector,
-    budgeted_tokens,
     head_mass,
     top_of_each,
 )
@@ -41,7 +40,7 @@ class AttentionStore(Method):
     A block holds 64 tokens of one layer. While a layer computes, the KV of the next layer is prefetched.
     """
 
-    geometry: Geometry = field(default=Geometry(64, 1))
+    geometry: Geometry = Geometry(64, 1)
     ahead_bytes: int = 1
 
     def positions_to_compute(self, context: PlanContext) -> tuple[np.ndarray, ...]:
@@ -56,7 +55,7 @@ class PartialRecompute(Exact):
     layer waits for the rest of its own KV. See `Exact` for the arguments.
     """
 
-    geometry: Geometry = field(default=Geometry(64, 1))
+    geometry: Geometry = Geometry(64, 1)
     recompute: float | Literal["auto"] = field(default="auto", kw_only=False)
 
     recompute_steepness = (0,)
@@ -85,7 +84,7 @@ class H2O(BudgetMethod):
             a prompt and its answer, as in the comparisons of ContiguousKV and IMPRESS.
     """
 
-    geometry: Geometry = field(default=Geometry(64, 1, split_kv=True))
+    geometry: Geometry = Geometry(64, 1, split_kv=True)
     reselect: bool = False
     policy: Literal["lru", "lfu"] = "lfu"
 
@@ -93,9 +92,6 @@ class H2O(BudgetMethod):
         super().__post_init__()
         if self.policy not in ("lru", "lfu"):
             raise ConfigError(unknown_name("policy", self.policy, ["lru", "lfu"]))
-
-    def token_budget(self, prefix_tokens: int) -> int:
-        return budgeted_tokens(self.budget, prefix_tokens, 1)
 
     def selector(self) -> Selector:
         return TopTokens()

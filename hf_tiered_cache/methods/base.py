@@ -20,7 +20,7 @@ from ..errors import ConfigError, check_switches, with_type
 from ..restore.plan import Plan
 from ..restore.rows import PlanContext, Positions, row_by_row
 from ..selection.prompt import PREFETCHED
-from ..selection.selectors import Selector
+from ..selection.selectors import Selector, budgeted_tokens
 from ..store import EXACT
 from ..store.codecs import RAW, coded_provenance, make_codec
 from ..store.geometry import Geometry
@@ -53,7 +53,7 @@ class Method(ABC):
             lossy. Only KV that was stored with this codec is restored. None uses the store's codec.
     """
 
-    geometry: Geometry = field(default=Geometry())
+    geometry: Geometry = Geometry()
     ahead_bytes: int = 128 << 20
     codec: str | None = None
 
@@ -141,7 +141,7 @@ class Method(ABC):
 class BudgetMethod(Method):
     """Base of methods in which full-attention layers attend to a share of the prefix.
 
-    A method must define `token_budget` and `selector`.
+    A method must define `selector`.
 
     Args:
         budget: Share of the prefix that is attended to, in (0, 1]. At 1 the output is that of `Exact`.
@@ -189,9 +189,12 @@ class BudgetMethod(Method):
 
     # --- what to attend to
 
-    @abstractmethod
     def token_budget(self, prefix_tokens: int) -> int:
-        """Return how many of `prefix_tokens` restored tokens a full-attention layer attends to."""
+        """Return how many of `prefix_tokens` restored tokens a full-attention layer attends to.
+
+        By default, that is the share `budget` of them, rounded down, but at least one.
+        """
+        return budgeted_tokens(self.budget, prefix_tokens, 1)
 
     @abstractmethod
     def selector(self) -> Selector:

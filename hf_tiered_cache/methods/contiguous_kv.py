@@ -124,8 +124,5 @@ class Impress(BudgetMethod):
         object.__setattr__(self, "geometry", geometry)
         super().__post_init__()
 
-    def token_budget(self, prefix_tokens: int) -> int:
-        return budgeted_tokens(self.budget, prefix_tokens, 1)
-
     def selector(self) -> Selector:
         return ProbeHeads(heads=self.probe_heads, alpha=self.alpha)

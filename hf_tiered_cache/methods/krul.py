@@ -153,7 +153,7 @@ class Krul(PrefixMethod, ForConversation):
         codec: See `Method`.
     """
 
-    geometry: Geometry = field(default=Geometry(64))
+    geometry: Geometry = Geometry(64)
     codec: str | None = "int8"
     layers_shared: float = field(default=0.5, kw_only=False)
     pairs_by: Literal["kv", "attention"] = "kv"

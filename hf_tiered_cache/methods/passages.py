@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -48,7 +48,7 @@ class Passages(Method):
             that were stored with the same lead.
     """
 
-    geometry: Geometry = field(default=Geometry(16, 1))
+    geometry: Geometry = Geometry(16, 1)
     ranking: Ranking = "context"
     lead: int = 256
 
