@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cached_property
+from dataclasses import fields, is_dataclass
+from difflib import get_close_matches
+from functools import cached_property, lru_cache
 from importlib.metadata import EntryPoint, entry_points
+from inspect import get_annotations
 from typing import Generic, TypeVar
 
 from .errors import ConfigError
@@ -103,6 +106,26 @@ class Registry(Mapping[str, Part], Generic[Part]):
         if fault := self._fault(entry.name, part):
             raise ConfigError(f"{entry.value} of {_package(entry)} is not a {self._kind}: {fault}")
         return part
+
+
+@lru_cache
+def ignored_member(kind: type, optional: tuple[str, ...] = ()) -> str:
+    """Return which attribute of a plug-in's class has no effect, and why, or "".
+
+    It is an option without an annotation, or a misspelling of an inherited member (of one of `optional`, if any).
+    """
+    options = {option.name for option in fields(kind)} if is_dataclass(kind) else set()
+    package = [base for base in kind.__mro__ if base.__module__.partition(".")[0] == __package__]
+    known = sorted(optional or {name for base in package for name in dir(base)})
+    for base in (base for base in kind.__mro__ if base not in package):
+        for name in vars(base):
+            if name in options and name not in get_annotations(base):
+                return f"{name} is an option, which only an annotation changes; write {name}: ... = ..."
+            if name[0] == "_" or name in options or name in known:
+                continue
+            for similar in get_close_matches(name, known, 1, 0.85):  # one letter of eight differs
+                return f"nothing uses {name}; did you mean {similar}? If not, choose another name"
+    return ""
 
 
 def _package(entry: EntryPoint) -> str:

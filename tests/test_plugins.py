@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 import sys
-from dataclasses import dataclass, field, make_dataclass
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, make_dataclass
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import SimpleNamespace
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import numpy as np
 import processes
@@ -37,7 +39,7 @@ from hf_tiered_cache.selection import DECODE_INDEXES, register_index
 from hf_tiered_cache.selection.clusters import ClusterIndex
 from hf_tiered_cache.selection.decode_index import DecodeIndex
 from hf_tiered_cache.selection.prompt import PREFETCHED
-from hf_tiered_cache.selection.selectors import Selection, SelectionInput, Selector
+from hf_tiered_cache.selection.selectors import Selection, SelectionInput, Selector, top_of_each
 from hf_tiered_cache.store.backends import BACKENDS, register_backend
 from hf_tiered_cache.store.codecs import CODECS, Field, make_codec, register_codec
 from hf_tiered_cache.store.geometry import Geometry
@@ -141,7 +143,7 @@ class Unplanned(Method):
 
 @dataclass(frozen=True, kw_only=True)
 class Unselecting(BudgetMethod):
-    """Method that states neither how many tokens it attends to nor which."""
+    """Method that does not state which tokens it attends to."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,7 +220,7 @@ class Unevicting(Exact):
             lambda: register_method("unplanned", Unplanned),
             "unplanned cannot be registered: it lacks positions_to_compute$",
         ),
-        (lambda: register_method("unselecting", Unselecting), "registered: it lacks selector, token_budget$"),
+        (lambda: register_method("unselecting", Unselecting), "registered: it lacks selector$"),
         (lambda: register_method("passages", Passages), "registered: it lacks reused_tokens$"),
         (
             lambda: register_method("unbudgeted", Unbudgeted),
@@ -260,6 +262,113 @@ def test_options_of_a_module_without_deferred_annotations_have_their_types(monke
     assert (method.share, method.least, method.tail) == (0.5, 0.25, 8)
     with pytest.raises(ConfigError, match="tail of typed must be of type int, not 'x'"):
         make_method("typed:tail=x")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optional(Exact):
+    """Method with options of all types that a text can give, and of some others."""
+
+    either: Literal["a", "b"] = "a"
+    number: Literal[1, 2] = 1
+    count: typing.Optional[int] = 3  # noqa: UP045
+    share: int | float | None = None
+    both: bool | None = None
+    name: str | None = None
+    many: list = field(default_factory=list)
+    pair: tuple = (1, 2)
+    function: Callable[[], int] | None = None
+    path: str | Path = ""
+
+
+def test_an_option_of_a_name_has_its_type_or_is_for_python_alone(monkeypatch):
+    monkeypatch.setattr(METHODS, "_parts", dict(METHODS._parts))
+    register_method("optional", Optional)
+    for text, value in [
+        *(("either=b", "b"), ("number=2", 2), ("count=4", 4), ("count=None", None), ("share=2", 2), ("share=.5", 0.5)),
+        *(("share=None", None), ("both=None", None), ("both=True", True), ("both=0", False), ("name=None", None)),
+        *(("name=x", "x"), ("codec=int8", "int8"), ("recompute=auto", "auto"), ("decline=false", False)),
+    ]:
+        actual = getattr(make_method(f"optional:{text}"), text.partition("=")[0])
+        assert actual == value and type(actual) is type(value)
+    for text in ("either=c", "number=3", "count=", "count=x", "share=x", "both=2", "recompute=x"):
+        with pytest.raises(ConfigError, match=rf"{text.partition('=')[0]} of optional must be of type .*, not '"):
+            make_method(f"optional:{text}")
+    for option in ("many", "pair", "function", "path"):
+        with pytest.raises(
+            ConfigError, match=rf"{option} of optional has the type .*; set it in Python: Optional\({option}="
+        ):
+            make_method(f"optional:{option}=12")
+    assert describe_method(Optional(pair=(1, 3), name="x")) == "optional:name=x:many=[]:pair=(1, 3)"
+
+
+def test_all_options_of_all_methods_can_be_given_by_name():
+    for name in METHODS:
+        for option in fields(METHODS[name]):
+            if option.init and option.name != "geometry":
+                text = f"{name}:{option.name}={option.default}"
+                assert make_method(text) == METHODS[name]()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Misspelled(Impress):
+    """Method with a member that nothing uses."""
+
+    reselct = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unannotated(BudgetMethod):
+    """Method whose geometry would be the default one."""
+
+    geometry = Geometry(64)
+
+    def selector(self) -> Selector:
+        return Faulty()
+
+
+class MisspelledBackend(ObjectBackend):
+    """Backend with a method that nothing calls, and an attribute that is its own."""
+
+    places: ClassVar[dict] = {}
+
+    def get_beginings(self, names, nbytes):
+        return {}
+
+
+@dataclass(frozen=True, eq=False)
+class MisspelledIndex(ClusterIndex):
+    """Index with a member that nothing uses."""
+
+    divisble = True
+
+
+def test_a_member_that_nothing_would_use_is_refused(tmp_path):
+    for act, reason in [
+        (lambda: register_method("misspelled", Misspelled), "nothing uses reselct; did you mean reselect?"),
+        (lambda: make_method(Misspelled()), "Misspelled cannot be used as a method: nothing uses reselct"),
+        (
+            lambda: register_method("unannotated", Unannotated),
+            "geometry is an option, which only an annotation",
+        ),
+        (lambda: register_index("misspelled", MisspelledIndex), "nothing uses divisble; did you mean divisible?"),
+        (lambda: KVStore(backend=complete(MisspelledBackend)("x")), "get_beginings; did you mean get_beginnings?"),
+    ]:
+        with pytest.raises(ConfigError, match=re.escape(reason)):
+            act()
+
+
+def complete(kind):
+    """Return a backend's class with the five methods that it lacks."""
+    members = dict.fromkeys(kind.__abstractmethods__, lambda self, *arguments, **options: None)
+    return type(kind.__name__, (kind,), members)
+
+
+def test_a_budget_is_a_share_of_the_tokens_unless_a_method_says_otherwise():
+    class OfTokens(BudgetMethod):
+        def selector(self) -> Selector:
+            return Faulty()
+
+    assert [OfTokens(share).token_budget(100) for share in (0.001, 0.29, 0.999, 1)] == [1, 29, 99, 100]
 
 
 @pytest.mark.parametrize("kind", [Unplanned, Unselecting])
@@ -308,15 +417,19 @@ class ByFaulty(BudgetMethod):
 
 
 FAULTS = {
-    "too many": (lambda tokens, count: np.arange(count + 1)[None], "but request.count is 48"),
-    "none": (lambda tokens, count: np.arange(0)[None], "0 tokens, but request.count is 48"),
+    "too many": (
+        lambda tokens, count: np.arange(count + 1)[None],
+        r"int64 of shape \[1, 49\]; .* \[sets, 48\] with 1",
+    ),
+    "none": (lambda tokens, count: np.arange(0)[None], r"shape \[1, 0\]; .*48\]"),
     "twice": (lambda tokens, count: np.repeat(np.arange(count // 2), 2)[None], "are not distinct$"),
     "descending": (lambda tokens, count: np.arange(count)[None, ::-1].copy(), "are not ascending$"),
     "beyond": (lambda tokens, count: np.arange(count)[None] + tokens - count + 1, "are not from 0 to 191$"),
     "negative": (lambda tokens, count: np.arange(count)[None] - 1, "are not from 0 to 191$"),
     "sets": (lambda tokens, count: np.stack([np.arange(count)] * 3), r"with 1 or 2 sets"),
-    "list": (lambda tokens, count: list(range(count)), "a list, but a numpy array"),
-    "flat": (lambda tokens, count: np.arange(count), "int64 .sets, tokens., is expected"),
+    "list": (lambda tokens, count: list(range(count)), r"\(list\); a numpy array"),
+    "tensor": (lambda tokens, count: torch.arange(count)[None], r"\(Tensor\); a numpy array, int64"),
+    "flat": (lambda tokens, count: np.arange(count), "int64 .sets, 48. with 1 or 2 sets, is expected"),
     "dtype": (lambda tokens, count: np.arange(count, dtype=np.int32)[None], "int32 of shape"),
 }
 
@@ -333,6 +446,15 @@ def test_a_faulty_selection_is_refused(kind, model, store):
     make, reason = FAULTS[kind]
     with pytest.raises(ConfigError, match=f"Faulty selected .*{reason}"):
         ask(model, store, question(prompt(PREFIX)), ByFaulty(0.25, make=make))
+
+
+@dataclass(frozen=True)
+class ByKeys(Selector):
+    """Selector of the keys with the largest first number, by its probe heads."""
+
+    def choose(self, request: SelectionInput) -> Selection:
+        keys = request.keys(self.probe_heads)[..., 0].mean(0, keepdim=True)
+        return Selection(top_of_each(keys, request.count).numpy(), keys.numpy())
 
 
 @dataclass(frozen=True)
@@ -449,12 +571,19 @@ def test_an_unknown_kind_of_prefetch_is_refused(model, store):
 
 @pytest.mark.parametrize(
     ("mass", "form"),
-    [(None, "None .NoneType."), (np.zeros(192), "of shape .192."), (np.zeros((1, 5)), "of shape .1, 5.")],
-    ids=["none", "flat", "short"],
+    [
+        (None, "None .NoneType."),
+        (np.zeros(192), "float64 of shape .192.; a numpy array, float"),
+        (np.zeros((1, 5)), r"float64 of shape \[1, 5\]; .* \[sets, 192\]"),
+        (np.zeros((3, 192)), r"float64 of shape \[3, 192\].* with 1 or 2 sets"),
+        (np.zeros((1, 192), np.int64), "int64 of shape"),
+        (torch.zeros(1, 192), r"tensor.*\(Tensor\); a numpy array"),
+    ],
+    ids=["none", "flat", "short", "rows", "integers", "tensor"],
 )
 def test_attention_of_a_wrong_shape_is_refused(mass, form, model, store, monkeypatch):
     monkeypatch.setattr(Faulty, "choose", lambda self, request: Selection(np.arange(request.count)[None], mass))
-    with pytest.raises(ConfigError, match=rf"Faulty returned mass {form}; \[rows, 192\] is expected"):
+    with pytest.raises(ConfigError, match=rf"Faulty returned mass {form}"):
         ask(model, store, question(prompt(PREFIX)), ByFaulty(0.25))
 
 
@@ -472,6 +601,34 @@ def test_a_class_in_place_of_a_selector_is_refused(model, store, monkeypatch):
     monkeypatch.setattr(ByFaulty, "selector", lambda self: Faulty)
     with pytest.raises(ConfigError, match=r"selector returned .*Faulty.*an instance of Selector"):
         ask(model, store, question(prompt(PREFIX)), ByFaulty(0.25))
+
+
+@pytest.mark.parametrize(
+    ("member", "value", "reason"),
+    [
+        ("probe_heads", "a", r"Faulty.probe_heads must be an int of at least 0, not 'a' \(str\)"),
+        ("probe_heads", -1, "at least 0, not -1"),
+        ("period", None, "Faulty.period must be an int of at least 1, not None"),
+        ("solo_layers", 0.5, "Faulty.solo_layers must be an int"),
+        ("per_head", 1, "Faulty.per_head must be True or False, not 1"),
+        ("per_heads", True, "Faulty cannot be used as a selector: nothing uses per_heads; did you mean per_head"),
+    ],
+)
+def test_a_wrong_member_of_a_selector_is_refused(member, value, reason, model, store, monkeypatch):
+    is_option = member in {option.name for option in fields(Faulty)}
+    selector = Faulty(**{member: value}) if is_option else type("Faulty", (Faulty,), {member: value})()
+    monkeypatch.setattr(ByFaulty, "selector", lambda self: selector)
+    with pytest.raises(ConfigError, match=reason):
+        ask(model, store, question(prompt(PREFIX)), ByFaulty(0.25))
+
+
+def test_more_probe_heads_than_a_model_has_are_all_of_them(model, store, monkeypatch):
+    answers = []
+    for heads in (None, 9):
+        selector = type("Probing", (ByKeys,), {"probe_heads": heads})()
+        monkeypatch.setattr(ByFaulty, "selector", lambda self, selector=selector: selector)
+        answers.append(ask(model, store, question(prompt(PREFIX)), ByFaulty(0.25))[0].sequences)
+    assert torch.equal(*answers)
 
 
 def test_what_is_no_selection_is_refused(model, store, monkeypatch):
@@ -542,7 +699,7 @@ def test_fewer_tokens_than_decoding_holds_are_refused(model, store):
         counts.append(count)
         return np.arange(count - (len(counts) > model.config.num_hidden_layers))[None]
 
-    with pytest.raises(ConfigError, match=r"selected 47 tokens, but request\.count is 48"):
+    with pytest.raises(ConfigError, match=r"selected int64 of shape \[1, 47\]; .*\[sets, 48\]"):
         ask(model, store, question(prompt(PREFIX)), ByFaulty(0.25, make=fewer, reselect=True))
 
 
@@ -559,7 +716,7 @@ def test_the_code_of_the_page_runs(tmp_path):
     program = tmp_path / "page.py"
     program.write_text("\n".join(blocks_of("extending.md")))
     process = processes.run([sys.executable, program], cwd=tmp_path, capture_output=True, text=True, timeout=240)
-    assert process.returncode == 0, process.stderr[-3000:]
+    assert process.returncode == 0 and "Warning" not in process.stderr, process.stderr[-3000:]
     assert "restored" in process.stdout
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import Field, fields, is_dataclass
 from functools import lru_cache
-from inspect import isabstract
-from typing import Any
+from inspect import get_annotations, isabstract
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 from ..errors import ConfigError, suggest, unknown_name, with_type
-from ..plugins import Registry
+from ..plugins import Registry, ignored_member
 from .base import BudgetMethod, Method
 from .cache_tune import CacheBlend, CacheTune, Epic
 from .contiguous_kv import ContiguousKV, Impress
@@ -26,7 +28,7 @@ def _fault(name: str, part: object) -> str:
         return "it is not a dataclass; decorate it with @dataclass(frozen=True, kw_only=True)"
     if isabstract(part):
         return f"it lacks {', '.join(sorted(part.__abstractmethods__))}"
-    if fault := _unused_members(part):
+    if fault := _ignored_members(part):
         return fault
     try:
         part()
@@ -36,13 +38,14 @@ def _fault(name: str, part: object) -> str:
 
 
 @lru_cache
-def _unused_members(kind: type[Method]) -> str:
-    """Return which members of an interface a method has without deriving from it, so that nothing uses them, or ""."""
+def _ignored_members(kind: type[Method]) -> str:
+    """Return which members of a method nothing uses, such as those of an interface that it does not derive from."""
     for interface in (BudgetMethod, Passages, ForConversation):
-        members = sorted(interface.__abstractmethods__ & set(dir(kind)))
+        methods = {name for name, member in vars(interface).items() if callable(member)} - set(dir(Method))
+        members = sorted(methods & set(dir(kind)))
         if members and not issubclass(kind, interface):
             return f"it has {', '.join(members)}, but does not derive from {interface.__name__}"
-    return ""
+    return ignored_member(kind)
 
 
 METHODS: Registry[type[Method]] = Registry(
@@ -107,12 +110,12 @@ def make_method(method: Method | str | None) -> Method:
 
     Raises:
         ConfigError: The name or a setting is unknown, a value is invalid, or the method has no `paper` settings. Or an
-            instance has members of an interface that it does not derive from.
+            instance has members that nothing uses.
     """
     if method is None:
         return Exact()
     if isinstance(method, Method):
-        if fault := _unused_members(type(method)):
+        if fault := _ignored_members(type(method)):
             raise ConfigError(f"{type(method).__name__} cannot be used as a method: {fault}")
         return method
     if not isinstance(method, str):
@@ -133,18 +136,14 @@ def make_method(method: Method | str | None) -> Method:
         if key not in fields_by_name:
             advice = suggest(key, fields_by_name, f"its options are: {', '.join(fields_by_name)}")
             raise ConfigError(f"{name} has no option {key!r}{advice}")
-        try:
-            settings[key] = _parse_value(text, fields_by_name[key])
-        except (KeyError, ValueError):
-            annotation = _annotation(fields_by_name[key])
-            raise ConfigError(f"{key} of {name} must be of type {annotation}, not {with_type(text)}") from None
+        settings[key] = _parse_option(kind, name, fields_by_name[key], text)
     return make(**settings)
 
 
 def describe_method(method: Method, ignored: Collection[str] = ()) -> str:
     """Return the string that `make_method` takes for a method: its name and its settings that differ from defaults.
 
-    Settings with a name in `ignored` are left out.
+    Settings with a name in `ignored` are left out. Those that only Python can set are shown, too.
     """
     name = METHODS.name_of(type(method)) or type(method).__name__
     ignored = {"geometry", *ignored}
@@ -153,21 +152,27 @@ def describe_method(method: Method, ignored: Collection[str] = ()) -> str:
     return ":".join([name, *(f"{option.name}={value}" for option, value in values if value != option.default)])
 
 
-def _annotation(option: Field[Any]) -> str:
-    """Return a field's annotation as it is written: without deferred annotations, a field has the type itself."""
-    return option.type.__name__ if isinstance(option.type, type) else str(option.type)
-
-
-def _parse_value(text: str, option: Field[Any]) -> Any:
-    kind: Callable[[str], Any] = type(option.default)
-    annotation = _annotation(option)
-    if text == "None" and "None" in annotation:
-        return None
-    first = annotation.partition(" ")[0]
-    if option.default is None or first in ("float", "bool"):  # such as "float | None"
-        kind = {"float": float, "int": int, "bool": bool, "str": str}[first]
-    if repr(text) in annotation.replace('"', "'"):  # a word of a Literal type
-        return text
-    if kind is bool:
-        return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
-    return kind(text)
+def _parse_option(kind: type[Method], name: str, option: Field[Any], text: str) -> Any:
+    """Return the value that a text gives to an option of a method. Raises ConfigError."""
+    owner = next(base for base in kind.__mro__ if option.name in get_annotations(base))
+    hint: Any = None
+    with suppress(Exception):  # names for type checkers alone
+        hint = get_annotations(owner, eval_str=True)[option.name]
+    parsers: list[Callable[[str], Any]] = []
+    annotation = option.type.__name__ if isinstance(option.type, type) else str(option.type)
+    for part in get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,):
+        if part in (int, float, str):
+            parsers.append(part)
+        elif part is bool:
+            parsers.insert(0, lambda text: {"true": True, "1": True, "false": False, "0": False}[text.lower()])
+        elif part is NoneType or get_origin(part) is Literal:
+            parsers.insert(0, {str(word): word for word in get_args(part) or (None,)}.__getitem__)
+        else:
+            raise ConfigError(
+                f"{option.name} of {name} has the type {annotation}, which a text cannot give; set it in Python: "
+                f"{kind.__name__}({option.name}=...)"
+            )
+    for parse in parsers:
+        with suppress(KeyError, ValueError):
+            return parse(text)
+    raise ConfigError(f"{option.name} of {name} must be of type {annotation}, not {with_type(text)}")

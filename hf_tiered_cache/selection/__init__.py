@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from inspect import isabstract
 
-from ..plugins import Registry
+from ..plugins import Registry, ignored_member
 from .clusters import ClusterBoxIndex, ClusterIndex
 from .decode_index import DecodeIndex
 
@@ -15,8 +15,9 @@ def _fault(name: str, part: object) -> str:
     missing = ", ".join(sorted(getattr(part, "__abstractmethods__", ())))
     if isabstract(part):
         return f"it lacks {missing}"
-    is_dataclass_itself = "__dataclass_fields__" in vars(part)
-    return "" if is_dataclass_itself else "it is not a dataclass; decorate it with @dataclass(frozen=True, eq=False)"
+    if "__dataclass_fields__" not in vars(part):
+        return "it is not a dataclass; decorate it with @dataclass(frozen=True, eq=False)"
+    return ignored_member(part)
 
 
 DECODE_INDEXES: Registry[type[DecodeIndex]] = Registry(

@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-from ..errors import ConfigError, with_type
+from ..errors import ConfigError
 from ..patches.scope import AttentionCall
 from ..restore.fetch import Fetcher
 from ..restore.plan import BudgetPlan
@@ -24,7 +24,7 @@ from .decode import DecodeSelector, TokenDecodeSelector
 from .fetched import Rotate, RowPrefix, RowTokens, UnitTable, attention_of
 from .held import HeldChunks
 from .indexes import IndexSidecars, RowIndexes
-from .selectors import SelectionInput, Selector, check_mass, check_selection
+from .selectors import SelectionInput, Selector, check_mass, check_selection, check_selector
 from .window import ByIndex, WindowDecodeSelector
 
 Prefetched = Literal["period", "keys"]
@@ -60,10 +60,7 @@ class SelectiveRestore:
         observed: int,
         method: str,
     ) -> None:
-        if not isinstance(selector, Selector):
-            raise ConfigError(
-                f"{method}.selector returned {with_type(selector)}; it must return an instance of Selector"
-            )
+        check_selector(selector, method)
         if unknown := set(prefetches) - PREFETCHED:
             raise ConfigError(f"prefetches may name {sorted(PREFETCHED)}, not {sorted(unknown)}")
         self.plan, self.selector, self.fetcher = plan, selector, fetcher

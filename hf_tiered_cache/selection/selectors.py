@@ -12,12 +12,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
-from typing import cast
+from numbers import Integral
+from typing import Any, cast
 
 import numpy as np
 import torch
 
-from ..errors import ConfigError, with_type
+from ..errors import ConfigError, check_switches, with_type
+from ..plugins import ignored_member
 from ..store.memory import to_host
 from .decode_index import DecodeIndex, Int8KeysIndex
 
@@ -145,26 +147,38 @@ class Selection:
     Args:
         tokens: Selected tokens, int64 `[sets, count]`, distinct and ascending in each set: one set for all KV heads, or
             one per KV head.
-        mass: Attention of the queries to each restored token, as far as known, float `[rows, tokens]`: one row for all
-            KV heads, or one per KV head.
+        mass: Attention of the queries to each restored token, as far as known, float `[sets, tokens]`: one row for all
+            KV heads, or one per KV head. Both are numpy arrays.
     """
 
     tokens: np.ndarray
     mass: np.ndarray
 
 
-def check_mass(selector: object, choice: Selection, request: SelectionInput, method: str) -> None:
-    """Check the attention that a selector returned for a prompt: one finite number for each token, on the host.
+def check_selector(selector: object, method: str) -> None:
+    """Raise ConfigError if what a method returned as its selector is none, or one of its members is wrong."""
+    if not isinstance(selector, Selector):
+        raise ConfigError(f"{method}.selector returned {with_type(selector)}; it must return an instance of Selector")
+    name = type(selector).__name__
+    if fault := ignored_member(type(selector)):
+        raise ConfigError(f"{name} cannot be used as a selector: {fault}")
+    check_switches(**{f"{name}.per_head": selector.per_head})
+    for member, least in (("period", 1), ("solo_layers", 0), ("probe_heads", 0)):
+        number = getattr(selector, member)
+        is_all = number is None and member == "probe_heads"
+        if not is_all and not (isinstance(number, Integral) and int(number) >= least):
+            raise ConfigError(f"{name}.{member} must be an int of at least {least}, not {with_type(number)}")
 
-    Raises ConfigError if the result is not a `Selection`, or its mass has another shape, NaN or infinity.
+
+def check_mass(selector: object, choice: Selection, request: SelectionInput, method: str) -> None:
+    """Check the attention that a selector returned for a prompt: one finite number for each token.
+
+    Raises ConfigError if the result is not a `Selection`, or its mass has another form, NaN or infinity.
     """
     name = type(selector).__name__
     if not isinstance(choice, Selection):
         raise ConfigError(f"{name}.choose returned {type(choice).__name__}; it must be a Selection")
-    shape, tokens = np.shape(choice.mass), request.chunks.tokens
-    if len(shape) != 2 or shape[1] != tokens:
-        form = f"of shape {list(shape)}" if shape else with_type(choice.mass)
-        raise ConfigError(f"{name} returned mass {form}; [rows, {tokens}] is expected")
+    _check_array(f"{name} returned mass", choice.mass, np.floating, request, request.chunks.tokens)
     if not np.isfinite(choice.mass).all():
         numbers = "NaN" if np.isnan(choice.mass).any() else "infinity"
         raise ConfigError(
@@ -178,20 +192,21 @@ def check_selection(selector: object, tokens: np.ndarray, request: SelectionInpu
 
     Raises ConfigError if they are too many, too few, not ascending, duplicate, or not restored tokens.
     """
-    name, sets = type(selector).__name__, (1, request.own_keys.shape[0])
-    if not isinstance(tokens, np.ndarray) or tokens.ndim != 2 or tokens.dtype != np.int64 or len(tokens) not in sets:
-        is_array = isinstance(tokens, np.ndarray)
-        form = f"{tokens.dtype} of shape {list(tokens.shape)}" if is_array else f"a {type(tokens).__name__}"
-        raise ConfigError(
-            f"{name} selected {form}, but a numpy array, int64 [sets, tokens], is expected, "
-            f"with {sets[0]} or {sets[1]} sets"
-        )
-    if tokens.shape[1] != request.count:
-        raise ConfigError(f"{name} selected {tokens.shape[1]} tokens, but request.count is {request.count}")
+    name = type(selector).__name__
+    _check_array(f"{name} selected", tokens, np.int64, request, request.count)
     if tokens[:, 0].min() < 0 or tokens[:, -1].max() >= request.chunks.tokens or (np.diff(tokens, axis=1) <= 0).any():
         step = np.diff(tokens, axis=1).min(initial=1)
         form = "ascending" if step < 0 else f"from 0 to {request.chunks.tokens - 1}" if step else "distinct"
         raise ConfigError(f"{name} selected tokens that are not {form}")
+
+
+def _check_array(returned: str, array: Any, dtype: type[np.generic], request: SelectionInput, count: int) -> None:
+    """Raise ConfigError if a result is not a numpy array of a dtype, `[sets, count]`."""
+    is_array, shapes = isinstance(array, np.ndarray), [(1, count), (request.own_keys.shape[0], count)]
+    if not is_array or array.shape not in shapes or not np.issubdtype(array.dtype, dtype):
+        form = f"{array.dtype} of shape {list(array.shape)}" if is_array else with_type(array)
+        kind = f"{'int64' if dtype is np.int64 else 'float'} [sets, {count}]"
+        raise ConfigError(f"{returned} {form}; a numpy array, {kind} with 1 or {shapes[1][0]} sets, is expected")
 
 
 @dataclass(frozen=True)
@@ -218,7 +233,7 @@ class Selector(ABC):
 
     @property
     def probe_heads(self) -> int | None:
-        """Number of KV heads whose keys are read first, and prefetched; None for all."""
+        """Number of KV heads whose keys are read first, and prefetched; None for all. A model may have fewer."""
         return None
 
     @abstractmethod

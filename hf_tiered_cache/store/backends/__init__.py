@@ -9,22 +9,30 @@ import os
 from collections.abc import Callable
 from importlib import import_module
 from inspect import Parameter, signature
+from types import NoneType
+from typing import Any
 from urllib.parse import urlsplit
 
 from ...errors import ConfigError, with_type
-from ...plugins import Registry
+from ...plugins import Registry, ignored_member
 from ..backend import ANSWERS, SegmentBackend
 from ..engines import Engine, open_engine
 from ..folder import FolderBackend, SharedFolderBackend, check_store
 from ..objects import ObjectBackend, ObjectRecords
+from ..root import StoreRoot
 from ..settings import folder_of, scheme_of, without_secrets
 
 Opener = Callable[[str], SegmentBackend]
 """Function that opens the place at an address. Raises ConfigError or StoreError if there can be none."""
 _METHODS = sorted(name for name in vars(SegmentBackend) if not name.startswith("_"))
 _MEMBERS = [*SegmentBackend.__annotations__, *_METHODS]
-_OVERRIDABLE = (*ANSWERS, "put_object", "is_reachable", "clean_up", "locked", "close")
+_OVERRIDABLE = (*ANSWERS, "is_reachable", "clean_up", "locked", "close")
 """Methods of `ObjectBackend` that a subclass may define. The others call each other by their names."""
+_ATTRIBUTES: dict[str, Any] = {
+    **{"place": str, "records": ObjectRecords, "catalogue": (StoreRoot, NoneType), "reads_with": str},
+    **dict.fromkeys(("writable", "reads_device", "bytes_read", "is_closed", "is_used"), int),
+}
+"""Types of the attributes of `ObjectBackend`."""
 
 
 def _in_module(module: str, name: str, needs: str) -> Opener:
@@ -139,13 +147,9 @@ def _check_usable(backend: object) -> None:
         is_derived = isinstance(backend, ObjectBackend)
         advice = "call super().__init__(place) in its constructor" if is_derived else "derive it from ObjectBackend"
         raise ConfigError(f"{name} is not a backend; {advice}: it lacks {', '.join(missing_members)}")
-    if getattr(backend, "is_closed", False):
-        raise ConfigError(f"this {name} was closed with a store that used it; create another one")
     if not isinstance(backend, ObjectBackend):
         return
-    if backend.is_used:
-        raise ConfigError(f"this {name} is used by another store; create one for each store")
-    redefined_names = [] if isinstance(backend.records, ObjectRecords) else ["records"]
+    redefined_names = [key for key, kinds in _ATTRIBUTES.items() if not isinstance(getattr(backend, key), kinds)]
     for member in set(_METHODS) - set(_OVERRIDABLE):
         if getattr(getattr(backend, member), "__func__", None) is not getattr(ObjectBackend, member):
             redefined_names.append(member)
@@ -153,6 +157,12 @@ def _check_usable(backend: object) -> None:
         raise ConfigError(
             f"{name} redefines {', '.join(sorted(redefined_names))}, which ObjectBackend needs; use other names"
         )
+    if fault := ignored_member(type(backend), _OVERRIDABLE):
+        raise ConfigError(f"{name} cannot be used as a backend: {fault}")
+    if backend.is_closed:
+        raise ConfigError(f"this {name} was closed with a store that used it; create another one")
+    if backend.is_used:
+        raise ConfigError(f"this {name} is used by another store; create one for each store")
     for member in _OVERRIDABLE:
         base_signature = signature(getattr(ObjectBackend, member))
         _, *parameters = base_signature.parameters.values()
