@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import time
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -78,6 +80,7 @@ class SequenceState:
     passage_reasons: tuple[str, ...] = ()
     """Reasons why the last pass did not restore passages as the method would, if the user can change that."""
     _unusable_reason: str = ""  # reason why the method cannot use all of the match, if so
+    _looked_up_at: float = math.inf  # time of the last lookup (`time.monotonic`); the pass may end much later
     _in_prompt: bool = False  # whether the last pass had several positions
     _report: PassageReport = field(default_factory=PassageReport)
 
@@ -98,6 +101,7 @@ class SequenceState:
     def plan(self, request: Request, whole: bool = False) -> Plan | None:
         """Return the plan of a pass, or None if it restores nothing. `whole` restores the match without a budget."""
         with self.recorder.collector.timing("match_seconds"):
+            self._looked_up_at = time.monotonic()
             groups, restorable = self._look_up(request.host_ids)
             has_pieces = any(group.pieces for group in groups)
             plan = self._plan_restore(request, groups, restorable, whole) if has_pieces else None
@@ -231,7 +235,7 @@ class SequenceState:
             return reasons.SHORT
         disk, remote = self.store.disk, self.store.remote
         hashes = [self.history.prefix_hashes_of(row, tokens) for row, tokens in enumerate(rows)]
-        if any(map(disk.hides_any, hashes)):
+        if any(disk.hid_any(chain, self._looked_up_at) for chain in hashes):
             return reasons.UNREADABLE
         if reason := self._stored_otherwise(rows) or self._other_keys():
             return reason

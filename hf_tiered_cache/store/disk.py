@@ -71,13 +71,16 @@ class SegmentStore(Space):
 
     def is_hidden(self, segment_id: str) -> bool:
         """Return whether the segment is not used for now, because this process failed to read it."""
+        return self._hidden_until(segment_id) > time.monotonic()
+
+    def _hidden_until(self, segment_id: str) -> float:
+        """Return the time (`time.monotonic`) from which the segment is used again; -inf if it was always used."""
         failed_at, pause = self._failures.get(segment_id, (-inf, 0.0))
-        return failed_at + pause > time.monotonic()
+        return failed_at + pause
 
     def _is_failing(self, segment_id: str) -> bool:
         """Return whether this process recently failed to read the segment, so that it may be replaced."""
-        failed_at, pause = self._failures.get(segment_id, (-inf, 0.0))
-        return failed_at + pause + _FAILING_SECONDS > time.monotonic()
+        return self._hidden_until(segment_id) + _FAILING_SECONDS > time.monotonic()
 
     def _hide(self, segment_id: str, for_good: bool) -> None:
         """Stop using a segment: `for_good`, or for a while that doubles with each failure of the same segment."""
@@ -85,12 +88,12 @@ class SegmentStore(Space):
         pause = min(2 * pause, _FAILING_SECONDS) if self._is_failing(segment_id) else _PAUSE_SECONDS
         self._failures[segment_id] = time.monotonic(), inf if for_good else pause
 
-    def hides_any(self, prefix_hashes: Sequence[bytes]) -> bool:
-        """Return whether a segment whose chain begins with one of `prefix_hashes` is hidden, or could not be opened."""
+    def hid_any(self, prefix_hashes: Sequence[bytes], since: float) -> bool:
+        """Return whether a segment that begins with one of `prefix_hashes` was hidden `since`, or cannot be opened."""
         if not (self._failures or self._unopened):
             return False
         rows = self.index.beginning_with(prefix_hashes)
-        return any(row.id in self._unopened or self.is_hidden(row.id) for row in rows)
+        return any(row.id in self._unopened or self._hidden_until(row.id) > since for row in rows)
 
     def reader(self, segment_id: str) -> SegmentReader | None:
         """Return an open segment, or None (counted and logged) if it cannot be used."""

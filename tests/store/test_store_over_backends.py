@@ -21,6 +21,7 @@ from hf_tiered_cache.kvstore import storage_of
 from hf_tiered_cache.methods import ContiguousKV, Epic
 from hf_tiered_cache.store.backends import BACKENDS, register_backend
 from hf_tiered_cache.store.catalogue import Catalogue
+from hf_tiered_cache.store.disk import SegmentStore
 from hf_tiered_cache.store.kinds import CALIBRATIONS_NAME
 from hf_tiered_cache.store.quota import CATALOGUE_GROWTH
 
@@ -383,6 +384,28 @@ def test_a_fault_that_has_passed_costs_no_more_than_a_second(model, objects, mon
             assert cache.stats.reason == reasons.UNREADABLE and time.monotonic() < deadline
             time.sleep(0.2)
         assert cache.stats.tokens_restored == 80
+
+
+def test_a_prompt_reports_a_segment_that_became_readable_during_its_pass(model, objects, monkeypatch):
+    """Why nothing was restored is determined after the pass, which may take longer than a segment is not used."""
+    find = SegmentStore.find
+
+    def find_and_wait(disk, prefix_hashes):
+        rows = find(disk, prefix_hashes)
+        time.sleep(0.5)
+        return rows
+
+    with KVStore(backend=Flaky(objects)) as store:
+        store.precompute(model, IDS[:, :80])
+    backend = Flaky(objects)
+    with KVStore(backend=backend) as store:
+        backend.faults["get"] = fails
+        monkeypatch.setattr("hf_tiered_cache.store.disk._PAUSE_SECONDS", 0.4)
+        assert logits(model, store, record=False)[1].stats.reason == reasons.UNREADABLE
+        backend.faults.clear()
+        monkeypatch.setattr(SegmentStore, "find", find_and_wait)
+        assert logits(model, store, record=False)[1].stats.reason == reasons.UNREADABLE
+        assert logits(model, store, record=False)[1].stats.tokens_restored == 80
 
 
 def test_a_catalogue_that_fails_is_not_an_empty_one(model, tmp_path, monkeypatch):

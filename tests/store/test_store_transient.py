@@ -94,7 +94,7 @@ def test_each_read_error_hides_a_segment_for_twice_as_long(tmp_path, monkeypatch
         store.report(header.id, OSError(errno.EIO, "a cable"))
         failed_at = clock[0]
         while not store.find(hashes(4)):
-            assert store.hides_any(hashes(4))
+            assert store.hid_any(hashes(4), since=clock[0])
             clock[0] += 1
         pauses.append(clock[0] - failed_at)
     assert pauses == [1, 2, 4, 8, 16, 32, 60, 60]
