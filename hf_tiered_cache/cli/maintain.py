@@ -202,10 +202,11 @@ def copy(
     key_file: KeyFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Copy segments from a folder to a remote, or back. sqlite:///path/of/a/file makes a single file of them.
+    """Copy segments from a folder to a remote, or back.
 
-    What the target has is left out. Segments are verified first, those of a folder only if the key is given or not
-    needed. Segments from a remote need the key if they are encrypted.
+    The address sqlite:///path/of/a/file makes a single file of them. What the target has is left out. Segments are
+    verified first, those of a folder only if the key is given or not needed. Segments from a remote need the key if
+    they are encrypted.
     Segments of compacted conversations are not copied, since no other store can use them, but listed. The records of
     conversations and documents stay: the target restores their KV by its tokens, but does not list them. The exit
     status is 1 if a segment could not be copied.
