@@ -11,6 +11,7 @@ from pathlib import Path
 
 import processes
 import pytest
+from extras import need_eval
 from transformers.utils.import_utils import is_serve_available
 
 nbformat = pytest.importorskip("nbformat", reason="notebooks need nbclient and ipykernel")
@@ -90,6 +91,8 @@ def sentences(tmp_path, monkeypatch):
 def test_it_runs_on_the_reference_model(path, executed, tmp_path, monkeypatch, little_work, sentences):
     if path.stem == "serving" and not is_serve_available():
         pytest.skip("the server needs the extra `serve`")
+    if path.stem == "few_shot":
+        need_eval()
     monkeypatch.setenv("NOTEBOOK_TOKENS", "512" if path.stem in LONGER else "256")
     notebook = executed(path, tmp_path)
     tokens_restored = [int(number) for number in re.findall(r"(\d+)(?: of \d+)? tokens restored", printed(notebook))]

@@ -8,7 +8,6 @@ import pytest
 import torch
 import transformers
 from families import build, prompt
-from peft import LoraConfig, get_peft_model
 
 from hf_tiered_cache import ConfigError, KVStore, TieredCache, detach, reasons
 from hf_tiered_cache.methods import CacheTune, ContiguousKV, Epic, KVDrive
@@ -141,7 +140,8 @@ def test_another_model_differs_in_a_part(store, changes, part):
 def test_another_adapter(store):
     model = build("llama")
     store.precompute(model, prompt(80), progress=False)
-    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
     cache = TieredCache(adapted, store)
     adapted.generate(input_ids=prompt(80), past_key_values=cache, **GREEDY)
     assert cache.stats.reason.endswith("which differs in adapter")

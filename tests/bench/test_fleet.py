@@ -9,12 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-BENCH = Path(__file__).parents[2] / "bench"
-sys.path.append(str(BENCH))
-
-fleet = pytest.importorskip("fleet", reason="needs scipy: pip install '.[dev]'", exc_type=ImportError)
-
-from lib import traces  # noqa: E402
+sys.path.append(str(Path(__file__).parents[2] / "bench"))
+import fleet
+from lib import traces
 
 
 @pytest.fixture

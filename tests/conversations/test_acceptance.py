@@ -10,16 +10,12 @@ from pathlib import Path
 import processes
 import pytest
 import torch
+from extras import need_eval
 from families import build_deep as build
 from families import prompt, with_key_biases
 from reference import kv_of, prefilled
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
-from eval.data import Data
-from eval.reference.check import contexts
-from eval.reference.language import KINDS
-from eval.reference.queries import language_of, load
-from eval.tasks.ruler.haystack import sentences
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.cache import suspend
 from hf_tiered_cache.cache.suspend import CacheReplay
@@ -224,6 +220,11 @@ def test_layers_that_are_alike_share_and_the_next_turn_stays_within_the_target(s
 
 
 def test_what_a_trained_model_accepts_stays_within_the_target(tmp_path):
+    need_eval()
+    from eval.reference.check import contexts
+    from eval.reference.language import KINDS
+    from eval.reference.queries import language_of, load
+
     model, accepted = load(XS), 0
     for number, (context, _) in enumerate(contexts(language_of(XS), 400, 5, 3, KINDS)):
         ids = torch.tensor([[token for document in context.documents for token in document]])
@@ -240,6 +241,10 @@ def test_what_a_trained_model_accepts_stays_within_the_target(tmp_path):
 
 @pytest.mark.skipif(not STORIES.exists(), reason="needs stories260K next to the repository")
 def test_a_trained_model_whose_layers_are_not_alike_is_refused(store, tmp_path, monkeypatch):
+    need_eval()
+    from eval.data import Data
+    from eval.tasks.ruler.haystack import sentences
+
     model, losses = AutoModelForCausalLM.from_pretrained(STORIES, dtype=torch.float32).eval(), counting(monkeypatch)
     text = " ".join(sentences(Data(None))[:200])
     ids = torch.tensor([AutoTokenizer.from_pretrained(STORIES)(text)["input_ids"][:400]])

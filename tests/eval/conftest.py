@@ -5,13 +5,9 @@ from __future__ import annotations
 import gzip
 import json
 
-import datasets
 import pytest
+from extras import pytest_pycollect_makemodule  # noqa: F401  # a hook
 from families import build
-
-from eval.data import Data
-from eval.reference.language import train_tokenizer
-from eval.tasks.ruler.haystack import sentences
 
 WORDS = ["time", "person", "year", "way", "day", "thing", "man", "world", "life", "hand", "part", "child", "eye"]
 WORDS += ["woman", "place", "work", "week", "case", "point"]
@@ -93,6 +89,10 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def tokenizer():
+    from eval.data import Data
+    from eval.reference.language import train_tokenizer
+    from eval.tasks.ruler.haystack import sentences
+
     return train_tokenizer(sentences(Data(None)), 512)
 
 
@@ -110,6 +110,8 @@ def saved(tmp_path_factory, tokenizer):
 @pytest.fixture
 def loaded_once(monkeypatch):
     """Let lm_eval load each data set once for all models."""
+    import datasets
+
     results = {}
 
     def load(*arguments, real=datasets.load_dataset, **options):

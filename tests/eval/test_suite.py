@@ -15,6 +15,7 @@ from eval import run as evaluation
 from eval.errors import EvalError
 from eval.runner import find_variants
 from eval.tasks import find_tasks
+from hf_tiered_cache import ConfigError
 
 SUITES = suite.read_suites()
 
@@ -40,6 +41,20 @@ def test_an_unknown_name_says_which_there_are():
         suite.runs_of("nothing", SUITES)
     result = CliRunner().invoke(suite.app, ["nothing"])
     assert result.exit_code and "no group or run" in str(result.exception or result.output)
+
+
+@pytest.mark.parametrize(
+    "find, name, message",
+    [
+        (find_variants, "exact,contigous_kv", r"unknown method 'contigous_kv'; did you mean 'contiguous_kv'"),
+        (find_variants, "ful", r"unknown method 'ful'; did you mean 'full'\?"),
+        (find_tasks, "sst22", r"unknown task 'sst22'; did you mean 'sst2'\?"),
+        (find_tasks, "fewshots", r"unknown task 'fewshots'; did you mean 'fewshot'\?"),
+    ],
+)
+def test_a_misspelled_name_gets_a_suggestion(find, name, message):
+    with pytest.raises((ConfigError, EvalError), match=message):
+        find(name)
 
 
 def run_here(command):

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from extras import need_eval
 from families import build_deep as build
 from families import prompt
 from hypothesis import given
@@ -21,9 +22,6 @@ from thorough import pairs
 from transformers import DynamicCache
 
 from eval.baselines import MiniCache
-from eval.reference.check import contexts
-from eval.reference.language import KINDS
-from eval.reference.queries import language_of, load
 from hf_tiered_cache import ConfigError, KVStore, TieredCache, reasons
 from hf_tiered_cache.cache import executor
 from hf_tiered_cache.cache.calibrations import PrefixCosts, keep_prefix_costs, keep_records, records_of
@@ -257,6 +255,11 @@ def test_where_it_cannot_be_laid_out_anew_what_there_was_stays(model, root, monk
 
 
 def test_alike_layers_of_a_trained_model_share_and_strategies_differ(tmp_path):
+    need_eval()
+    from eval.reference.check import contexts
+    from eval.reference.language import KINDS
+    from eval.reference.queries import language_of, load
+
     model, language, strategies = load(XS), language_of(XS), set()
     for number, (context, _) in enumerate(contexts(language, 480, 6, 3, KINDS)):
         ids = torch.tensor([[token for document in context.documents for token in document]])

@@ -11,6 +11,7 @@ from filelock import FileLock
 
 @pytest.fixture(scope="session")
 def built(tmp_path_factory, worker_id) -> Built:
+    pytest.importorskip("packaging", minversion="24.2")  # setuptools builds with it
     shared_folder = tmp_path_factory.getbasetemp()
     if worker_id != "master":
         shared_folder = shared_folder.parent  # of all workers
