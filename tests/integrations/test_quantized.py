@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from families import build, prompt
@@ -42,8 +44,10 @@ def test_torchao_restores_every_bit_and_notices_other_weights(store, config):
 
 
 @pytest.mark.parametrize("weights", ["qint8", "qint4", "qfloat8"])
-def test_quanto_weights_restore_every_bit_and_are_noticed(store, weights):
+def test_quanto_weights_restore_every_bit_and_are_noticed(store, monkeypatch, weights):
     quanto = pytest.importorskip("optimum.quanto", reason="optimum-quanto is not installed")
+    # instead of an extension in C++, which it would compile
+    monkeypatch.setattr("optimum.quanto.library.extensions.cpp.ext._lib", SimpleNamespace(unpack=unpacked))
     model = quantized(quanto, weights)
     ask(model, store)
     logits, stats = ask(model, store)
@@ -112,6 +116,11 @@ def test_hqq_weights_restore_every_bit_in_each_process(store):
     with torch.no_grad():
         model.model.layers[0].self_attn.k_proj.meta["scale"].mul_(2)
     assert "weights" in ask(model, store)[1].reason
+
+
+def unpacked(packed, bits):
+    """Return numbers of a few bits that are packed into uint8."""
+    return torch.cat([(packed >> bits * place) & (2**bits - 1) for place in range(8 // bits)])
 
 
 def quantized(quanto, weights, **options):
