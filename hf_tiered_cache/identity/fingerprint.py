@@ -183,7 +183,8 @@ class Fingerprinter:
 
     def rows_have_adapters(self) -> bool:
         """Return whether the current pass selects adapters by row."""
-        return rows_have_adapters(self._description.tuned)
+        tuned = self._description.tuned
+        return bool(tuned) and rows_have_adapters(tuned)
 
     def _forget_changes(self) -> None:
         self._changes: list[tuple[bool, Places]] = []  # of consecutive looks, with `begins_request`
