@@ -18,7 +18,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from ..errors import ConfigError, check_switches, with_type
+from ..errors import ConfigError, with_type
 from ..plugins import ignored_member
 from ..store.memory import to_host
 from .decode_index import DecodeIndex, Int8KeysIndex
@@ -162,7 +162,8 @@ def check_selector(selector: object, method: str) -> None:
     name = type(selector).__name__
     if fault := ignored_member(type(selector)):
         raise ConfigError(f"{name} cannot be used as a selector: {fault}")
-    check_switches(**{f"{name}.per_head": selector.per_head})
+    if not isinstance(selector.per_head, bool):  # "no" would count as True
+        raise ConfigError(f"{name}.per_head must be True or False, not {with_type(selector.per_head)}")
     for member, least in (("period", 1), ("solo_layers", 0), ("probe_heads", 0)):
         number = getattr(selector, member)
         is_all = number is None and member == "probe_heads"
