@@ -245,11 +245,13 @@ class PrefixCalibration:
     """Costs that `calibrate_prefix` measured for one model, device, I/O engine and provenance (codec).
 
     Args:
+        device: Device of the first layer.
         measured: Costs for prefixes of the measured lengths; none without a calibration.
         factors: What prompts have shown since, relative to these costs.
         losses: Losses that `calibrate_quality` measured for the model.
     """
 
+    device: torch.device
     measured: Sequence[PrefixCosts] = ()
     factors: CostFactors = CostFactors()
     losses: Sequence[QualityFinding] = ()
@@ -280,7 +282,8 @@ def prefix_calibration(storage: Storage, fingerprint: str, device: torch.device,
     names = _prefix_name(storage, fingerprint, device, provenance), _factors_name(storage, fingerprint, device)
     records = storage.calibrations.read()
     measured, factors, losses = (records.get(name, []) for name in (*names, f"quality {fingerprint}"))
-    return PrefixCalibration(_loaded(PrefixCosts, measured), _factors_in(factors), _loaded(QualityFinding, losses))
+    costs, findings = _loaded(PrefixCosts, measured), _loaded(QualityFinding, losses)
+    return PrefixCalibration(device, costs, _factors_in(factors), findings)
 
 
 def _by_tier(tokens: int, measured: dict[int, dict[str, float]]) -> dict[str, float]:

@@ -89,7 +89,7 @@ def calibration_for(storage: Storage, fingerprint: str, attachment: Attachment, 
     calibration = prefix_calibration(storage, fingerprint, attachment.device, provenance)
     if calibration.measured or codec == RAW:
         return calibration
-    raw = prefix_calibration(storage, fingerprint, attachment.device, EXACT)
+    raw = prefix_calibration(storage, fingerprint, calibration.device, EXACT)
     coded_bytes = sum(field.dtype.itemsize * field.dim for field in make_codec(codec).fields(model.dtype, _DIM))
     load = raw.factors.load * coded_bytes / (model.dtype.itemsize * _DIM)
     return replace(raw, factors=replace(raw.factors, load=load))
@@ -234,7 +234,7 @@ def with_measured_settings(
     """Return a method with what was measured for prompts of `tokens` tokens, and its costs. Warn if it loses much."""
     calibration = calibration_for(storage, fingerprint, attachment, method)
     if isinstance(method, Passages):
-        ratio = partial(calibrated_ratio, storage, fingerprint, attachment.device, tokens)
+        ratio = partial(calibrated_ratio, storage, fingerprint, calibration.device, tokens)
         method = with_few_layers(method.with_calibrated_ratio(ratio), attachment.depth)
         if not can_drop(attachment.model, attachment.depth):
             method = method.with_equal_positions()

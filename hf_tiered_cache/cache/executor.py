@@ -138,7 +138,7 @@ class Executor(CacheState):
             # rows of a batch restore their own prefixes; `restored_until` is what all of them restore, maybe nothing
             stop, work = request.base + plan.restored_until or request.num_positions, before.until(self.collector.stats)
             if work.restored > 0:  # not a piece of a long prompt that was computed before
-                saved = work.saved(stop, sequence.seconds_to_compute(stop), self.attachment.device)
+                saved = work.saved(stop, sequence.seconds_to_compute(stop), sequence.calibration.device)
                 self.collector.add(seconds_saved=saved)
                 warn_of_slow_restore(sequence, saved)
         for why in sequence.passage_reasons:
@@ -235,7 +235,7 @@ class Executor(CacheState):
         forward_pass = self._forward_pass(cache, request, sequence, plan)
         before = Work.of(self.collector.stats)
         if plan is None or not isinstance(forward_pass, RestoringForward):
-            device, fingerprint = self.attachment.device, sequence.identity.fingerprint
+            device, fingerprint = sequence.calibration.device, sequence.identity.fingerprint
             with self._pace.measuring(device, fingerprint, request.ids.numel()):
                 output = self._run(cache, forward_pass, forward, request.kwargs)
             self._observe_costs(request, sequence, None, before)
@@ -251,7 +251,7 @@ class Executor(CacheState):
     def _observe_costs(self, request: Request, sequence: SequenceState, plan: Plan | None, before: Work) -> None:
         """Correct the calibrated costs by the times of a prompt since `before`. A GPU's times are not known here."""
         learns = self.conversation is not None or (isinstance(self.method, PrefixMethod) and self.method.calibrates)
-        device = self.attachment.device
+        device = sequence.calibration.device
         if not learns or request.base or device.type != "cpu":
             return
         work = before.until(self.collector.stats)
