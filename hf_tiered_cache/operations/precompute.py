@@ -135,7 +135,7 @@ def run(cache: StoredCache, ids: torch.Tensor, keep: int = 1) -> torch.Tensor:
 
     Return the logits after the last `keep` tokens (0: after all), `[rows, keep, vocabulary]`.
     """
-    ids = torch.atleast_2d(ids).to(cache.attachment.device)  # `model.device` is `meta` if it is offloaded
+    ids = torch.atleast_2d(ids).to(cache.attachment.device)
     return cache.attachment.forward(ids, cache, logits_to_keep=keep, **cache.positions(ids)).logits
 
 
