@@ -11,13 +11,12 @@ import operator
 import types
 import typing
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from types import CellType, FunctionType
 from typing import Any
 
-import numpy as np
 import torch
 
 _VALUES = (int, float, complex, str, bytes, tuple, frozenset)
@@ -235,7 +234,6 @@ class Watch:
         self._filled_containers = list(filter(len, self._containers.values()))  # for others the size is sufficient
         values = chain.from_iterable(values for _, (values, *_) in columns)
         self._recorded = [*values, *chain.from_iterable(self._filled_containers)]
-        self._addresses = _addresses(self._recorded, len(self._recorded))
 
     # --- comparing
 
@@ -247,7 +245,7 @@ class Watch:
             return (
                 list(map(len, self._sized.values())) == self._sizes
                 and not any(empty)
-                and _addresses(chain(values, *self._filled_containers), len(self._recorded)) == self._addresses
+                and all(map(operator.is_, self._recorded, chain(values, chain.from_iterable(self._filled_containers))))
             )
         except Exception:  # an attribute was deleted, a container changed meanwhile, or what took its place raises
             return False
@@ -273,11 +271,6 @@ class _BuiltIn:
 
     def __len__(self) -> int:
         return int(self._kind.__len__(self._container))
-
-
-def _addresses(objects: Iterable[Any], count: int) -> bytes:
-    """Return the addresses of the first `count` objects: comparing these is faster than comparing objects with `is`."""
-    return np.fromiter(objects, object, count).tobytes()
 
 
 def _members(kind: type) -> dict[str, Any]:
