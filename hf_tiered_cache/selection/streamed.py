@@ -140,8 +140,9 @@ class StreamedPrefix:
         self._tables: dict[tuple[int, int], UnitTable] = {}  # by layer and number of the run
 
     def start(self) -> None:
-        """Start to fetch the first run. Raises RestoreError if that fails."""
-        self._fetch_run(self._layers[0], 0)
+        """Start to fetch the first run, if a layer has full attention. Raises RestoreError if that fails."""
+        if self._layers:
+            self._fetch_run(self._layers[0], 0)
 
     def attend(
         self, layer: int, call: AttentionCall, rotate_: Rotate, collect: Sequence[torch.Tensor | None] = ()

@@ -82,6 +82,17 @@ def test_the_prompt_is_computed_as_at_once(family, tmp_path, pieces):
         close(logits, expected_logits)
 
 
+def test_a_model_without_full_attention_computes_pieces_as_at_once(tmp_path):
+    model, ids = build("mistral"), prompt(TOKENS)
+    expected = model.generate(ids, past_key_values=DynamicCache(config=model.config), **GREEDY)
+    with KVStore(tmp_path, engine="posix") as store:
+        for restored in (0, TOKENS // 16 * 16):
+            output, cache = ask(model, store, ids)
+            assert cache.stats.tokens_restored == restored
+            for logits, expected_logits in zip(output.logits, expected.logits, strict=True):
+                close(logits, expected_logits)
+
+
 @pytest.mark.parametrize("exact_from", [0, 112, 500])
 def test_the_last_piece_is_exact_however_short(exact_from, model, tmp_path, pieces):
     ids = prompt(TOKENS)
