@@ -161,7 +161,10 @@ class RestoringForward(ForwardPass):
         self.prefetch = Prefetch(plan, self.fetcher)
         self.selection: SelectiveRestore | None = None
         self.streamed: StreamedPrefix | None = None
-        selecting = [source.index for source in self.kv_sources if source.selects]
+        layout = plan.readers[0].shape.layout
+        # layers that attend to images have no KV in a prompt without any
+        self._restored_sources = [source for source in self.kv_sources if layout.find(source.index) is not None]
+        selecting = [source.index for source in self._restored_sources if source.selects]
         if isinstance(plan, BudgetPlan) and any(budget.streamed for budget in plan.budgets):
             self.streamed = StreamedPrefix(plan, selecting, self.fetcher)
             self.selects = True
@@ -200,7 +203,7 @@ class RestoringForward(ForwardPass):
         """Announce the restored KV to masks and sources, and start to fetch it."""
         super()._begin(stack)
         plan, config = self.plan, self.attachment.config
-        for source in self.kv_sources:
+        for source in self._restored_sources:
             stack.callback(source.end_pass)
             source.begin_pass(self)
         if plan.suffix is None:
