@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dis
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any, cast
@@ -32,6 +33,8 @@ WRAPPED = ("sdpa", "eager")
 SELECTING = ("sdpa",)
 """Implementations in which a layer's queries can select what to attend to."""
 
+_HARMLESS = frozenset({"position_ids"})
+"""Names of tensors that the attention function gets and does not use."""
 _PLAIN: int = SDPBackend.MATH.value  # PyTorch's number of attention that no fused kernel computes
 
 
@@ -112,7 +115,10 @@ def make_mask(
         kwargs |= {"q_offset": 0, "allow_is_causal_skip": False}
         if scope.recompute_lengths:
             kwargs["q_length"] = len(positions)
-    return base(*args, mask_function=mask_function, **kwargs)
+    mask: torch.Tensor | None = base(*args, mask_function=mask_function, **kwargs)
+    if mask is not None:
+        scope.masks.append(weakref.ref(mask))
+    return mask
 
 
 def attend(
@@ -134,7 +140,9 @@ def attend(
         `[batch, queries, heads, dim]`, and the attention weights if the base returns them.
     """
     call = AttentionCall(query, key, value, attention_mask, kwargs.get("scaling"))
-    if scope.observer is not None and _is_unbiased(attention_mask, kwargs):
+    if scope.selects or scope.observer is not None:
+        call = call._replace(is_plain=_is_plain(scope, attention_mask, kwargs))
+    if scope.observer is not None and call.is_plain:
         scope.observer.observe(module.layer_idx, query, call.scaling)
     if scope.selects:
         attended = scope.attend(module.layer_idx, call)
@@ -184,7 +192,7 @@ def attend_folded(call: AttentionCall, kwargs: dict[str, Any]) -> torch.Tensor:
     Returns:
         `[batch, 1, heads, dim]`.
     """
-    query, keys, values, mask, scaling = call
+    query, keys, values, mask, scaling, _ = call
     folded_query = query.reshape(len(query), keys.shape[1], -1, query.shape[3])  # [batch, kv_heads, group, dim]
     output = torch.nn.functional.scaled_dot_product_attention(
         folded_query, keys, values, mask, kwargs.get("dropout", 0.0), scale=scaling
@@ -201,7 +209,7 @@ def _attend(
     CPU, the fused kernel gives the same bits either way. PyTorch 2.8's cannot share them, nor CUDA's with a mask: they
     would fall back to plain arithmetic, with other bits.
     """
-    query, keys, values, mask, scaling = call
+    query, keys, values, mask, scaling, _ = call
     dropout = kwargs.get("dropout", 0.0)
     if (
         base is sdpa_attention_forward  # and no function that a user registered in its place
@@ -220,9 +228,17 @@ def _attend(
     return base(module, query, keys, values, mask, **kwargs)
 
 
-def _is_unbiased(mask: torch.Tensor | None, kwargs: dict[str, Any]) -> bool:
-    """Return whether attention depends only on queries, keys, and what a mask hides."""
-    return (mask is None or mask.dtype == torch.bool) and kwargs.get("position_bias") is None
+def _is_plain(scope: Scope, mask: torch.Tensor | None, kwargs: dict[str, Any]) -> bool:
+    """Return whether attention depends only on queries, keys, and what a mask of `make_mask` hides.
+
+    accelerate copies masks to the devices of the layers.
+    """
+    is_made = mask is None or any(
+        mask is made or (mask.device != made.device and (mask.shape, mask.dtype) == (made.shape, made.dtype))
+        for made in (reference() for reference in scope.masks)
+        if made is not None
+    )
+    return is_made and not any(isinstance(kwargs[name], torch.Tensor) for name in kwargs.keys() - _HARMLESS)
 
 
 PATCHES = tuple(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from types import CodeType
@@ -226,6 +227,8 @@ def _narrowed_arguments(
         value = kwargs.get(name)
         if isinstance(value, torch.Tensor) and (dim == 1 or value.ndim == 4):
             narrowed_kwargs[name] = picked(value, indexes, dim)
+            if name == "attention_mask":
+                scope.masks.append(weakref.ref(narrowed_kwargs[name]))
         elif name == "position_embeddings" and value is not None:
             narrowed_kwargs[name] = scope.tap.pick(value, indexes)
     if args:

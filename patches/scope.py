@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -89,6 +90,7 @@ class AttentionCall(NamedTuple):
         values: Like `keys`.
         mask: Attention mask of the queries, with the sizes announced for the pass; None if there is none.
         scaling: Scale of the logits; None for dim ** -0.5.
+        is_plain: Whether the logits depend on nothing else, and the mask only hides positions.
     """
 
     query: torch.Tensor
@@ -96,6 +98,7 @@ class AttentionCall(NamedTuple):
     values: torch.Tensor
     mask: torch.Tensor | None
     scaling: float | None
+    is_plain: bool = True
 
 
 Attended = AttentionCall | torch.Tensor
@@ -134,8 +137,9 @@ class Scope:
     preview_layer: int | None = None
     """Layer that is first run up to its attention, which may reduce what it computes, or None."""
     observer: Any = None
-    """Observer of the queries (`SampledPass`), or None. It sees layers that attend by queries and keys alone: a mask
-    that is added to logits, or a position bias, would change their attention."""
+    """Observer of the queries (`SampledPass`), or None. It sees plain calls of the attention function only."""
+    masks: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
+    """Masks of this pass: those that the model's mask functions returned, and what layers with fewer queries get."""
 
     def attend(self, layer: int, call: AttentionCall) -> Attended:
         """Return what the queries of a layer attend to, or the attention output if attention is computed here."""

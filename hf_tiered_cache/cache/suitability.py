@@ -19,7 +19,10 @@ from ..patches.attention import SELECTING, WRAPPED, can_scatter, can_select, pas
 from ..patches.layers import can_drop, code_of
 from ..patches.scope import CACHE_ARGUMENTS
 
-_HIDES_KEYS = "attends to other keys than it passes to its cache, or bypasses the registered attention function"
+_HIDES_KEYS = (
+    "attends to other keys than it passes to its cache, weighs them by more than its queries and its mask, or bypasses "
+    "the registered attention function"
+)
 _OWN_POSITIONS = frozenset({"create_position_ids_from_input_ids", "rope_deltas"})
 """Members of modules that number tokens by themselves, if a method uses them."""
 

@@ -81,7 +81,7 @@ class SelectedSource(DenseSource):
         return None
 
     def attend(self, forward_pass: Pass, call: AttentionCall) -> Attended:
-        restoring, (query, keys, values, _, scaling) = self._pass, call
+        restoring, (query, keys, values, _, scaling, _) = self._pass, call
         appended, self._appended = self._appended, None
         if restoring is None:
             if self.decode_selector is not None and appended is not None:
@@ -92,7 +92,7 @@ class SelectedSource(DenseSource):
         plan = restoring.plan
         if not isinstance(plan, BudgetPlan):
             return call
-        if appended is None or appended[1] is not keys:
+        if appended is None or appended[1] is not keys or not call.is_plain:
             raise restoring.cannot_select()
         selection, rotate_ = restoring.selection, _rotation(restoring, appended[0])
         output: torch.Tensor | None = None

@@ -157,7 +157,7 @@ class StreamedPrefix:
             rotate_: Rotates stored keys.
             collect: For each group of rows, `[kv_heads, tokens, dim]` to copy the rotated keys to, or None.
         """
-        query, keys, values, mask, scaling = call
+        query, keys, values, mask, scaling, _ = call
         merged = attention(query, keys, values, scaling, mask, causal=mask is None and query.shape[2] > 1)
         for number, (group, run) in enumerate(self._runs):
             self._fetch_run(layer, number)
