@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -59,8 +59,6 @@ class TieredCache(StoredCache):
         method: How KV is restored: a `Method`, the name of one, or None for exact reuse.
         restore: Whether to restore stored KV.
         record: Whether to store new KV.
-        segments: Positions in the prompt, in tokens, at which stored passages may begin, for methods that reuse
-            passages. None searches all positions.
         strict: Behavior if the prompt does not begin with the tokens that the cache holds. False crops the cache to the
             common prefix, restores what the store has, and continues. True raises CacheMismatchError.
         progress: Whether to show a progress bar for prompts that are computed in pieces (`KVDrive`).
@@ -90,7 +88,6 @@ class TieredCache(StoredCache):
         method: Method | str | None = None,
         restore: bool = True,
         record: bool = True,
-        segments: Sequence[int] | None = None,
         strict: bool = False,
         progress: bool = True,
         label: str = "",
@@ -106,8 +103,7 @@ class TieredCache(StoredCache):
                 parsed_method = parsed_method.for_conversation(name)
         attachment, layers = prepare(model, parsed_method)
         self._store = open_store(store, parsed_method, attachment.extras)
-        passage_starts = None if segments is None else tuple(segments)
-        options = CacheOptions(restore, record, passage_starts, strict, progress, label, tag, fold_heads)
+        options = CacheOptions(restore, record, strict, progress, label, tag, fold_heads)
         storage = storage_of(self._store)
         calibrate_once(storage, model, parsed_method, progress=progress, tag=tag)
         super().__init__(attachment, layers, storage, parsed_method, options)
@@ -207,7 +203,7 @@ class TieredSession:
     Args:
         model: A causal LM of transformers.
         store: A `KVStore`, or the path of one.
-        method, restore, record, segments, label, tag: As for `TieredCache`.
+        method, restore, record, label, tag: As for `TieredCache`.
         trace: As for `TieredCache`; the file holds all requests of the session, except those of continuous batching.
 
     Raises:
@@ -222,15 +218,13 @@ class TieredSession:
         method: Method | str | None = None,
         restore: bool = True,
         record: bool = True,
-        segments: Sequence[int] | None = None,
         label: str = "",
         tag: str = "",
         trace: str | os.PathLike[str] | None = None,
     ) -> None:
         timeline = None if trace is None else Timeline(trace)
         self.method = make_method(method)
-        passage_starts = None if segments is None else tuple(segments)
-        self._options = CacheOptions(restore, record, passage_starts, label=label, tag=tag)
+        self._options = CacheOptions(restore, record, label=label, tag=tag)
         self._account = StatsCollector()
         self._engines = Engines()
         was_attached = attachment_of(model) is not None

@@ -40,7 +40,6 @@ class CacheOptions:
 
     restore: bool = True
     record: bool = True
-    segments: tuple[int, ...] | None = None
     strict: bool = False
     progress: bool = True
     label: str = ""
@@ -171,7 +170,6 @@ class CacheState:
             regime,
             recorder,
             attachment.tables_of(fingerprint, method.lossless),
-            self.options.segments,
             layers=len(cache.layers),
             selects=any(source.selects for source in cache.kv_sources),
             calibration=calibration,

@@ -54,7 +54,6 @@ class SequenceState:
     Args:
         method: Method that restores KV, with calibrated settings filled in.
         identity, regime, tables: The model, its RoPE frequencies and its rotary tables at the first pass.
-        segments: Tokens at which passages may begin, or None for any.
         selects: Whether a cache layer can attend to a part of what is restored.
         calibration, pace: What was measured, and observed, of restoring and computing.
         reports_passages: Whether the passages of a prompt are reported.
@@ -67,7 +66,6 @@ class SequenceState:
     regime: str
     recorder: Recorder
     tables: TableCache
-    segments: tuple[int, ...] | None
     layers: int
     selects: bool
     calibration: PrefixCalibration
@@ -202,7 +200,7 @@ class SequenceState:
         method, store = self.method, self.store
         assert isinstance(method, Passages)
         for hasher in self._hashers:
-            matches = find_passages(tokens, hasher, store.passage_index.seeds, start, self.segments)
+            matches = find_passages(tokens, hasher, store.passage_index.seeds, start)
             are_exact = [hasher is self._hashers[0] and match.is_exact(tokens, hasher) for match in matches]
             readers = store.found([match.row for match in matches])
             pieces = []
@@ -356,7 +354,7 @@ class SequenceState:
         rows = [row[pad:] for row, pad in zip(self.history.ids(), self.history.pads, strict=True)]
         if plan is not None:
             self._report.add(plan.groups, plan.base, self.history.pads)
-        passages, is_joined = self._report.passage_stats(rows, self._hashers, self.segments)
+        passages, is_joined = self._report.passage_stats(rows, self._hashers)
         self.recorder.collector.stats.passages = passages
         pieces = [] if plan is None else [piece for group in plan.groups for piece in group.pieces if not piece.exact]
         assert isinstance(self.method, Passages)

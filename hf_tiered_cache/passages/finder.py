@@ -171,7 +171,6 @@ def find_passages(
     hasher: PassageHasher,
     seeds: Callable[[np.ndarray], Seeds],
     start: int = 0,
-    begins: tuple[int, ...] | None = None,
 ) -> list[PassageMatch]:
     """Return the matches of stored passages in a prompt, in order and without overlap. Longer matches take precedence.
 
@@ -182,14 +181,11 @@ def find_passages(
         hasher: Hasher of the passages.
         seeds: Returns the candidates for scan hashes, uint32 `[n - 15]`. Candidates are verified.
         start: First token to search.
-        begins: Token positions at which passages may begin, or None for any.
     """
     candidates = seeds(hasher.scan(tokens[start:]))
     at, passage, part = candidates.at + start, candidates.passage, candidates.part
     valid = np.array([row.valid_hashes for row in candidates.rows], np.int64)
     keep = part < valid[passage] if len(valid) else np.zeros(0, bool)
-    if begins is not None:
-        keep &= np.isin(at - part * HASH_TOKENS, begins)
     run = _longest_runs(at[keep], passage[keep], part[keep])
     matches: list[PassageMatch] = []
     for row_index, begin, first, count in zip(*(values.tolist() for values in run), strict=True):

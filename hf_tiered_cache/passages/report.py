@@ -19,8 +19,6 @@ CUT = "cut off by the prompt's beginning or end"
 UNREADABLE = "damaged, or not stored"
 COVERED = "covered by a stored prefix or another passage, or at the end of a chunk of the prompt"
 CHANGED = "changed, or merged by the tokenizer where texts were joined; use build_prompt()"
-NOTHING_BEGINS = "no stored KV begins here"
-TOO_SHORT = f"fewer than {HASH_TOKENS} tokens, which are never stored"
 _DRIFT = 64
 """Maximum distance in tokens between a part and the position predicted by the part before it: tokens may have been
 inserted or removed."""
@@ -72,7 +70,7 @@ class PassageReport:
                 known_passage.at[first + number] = piece.at + number * HASH_TOKENS
 
     def passage_stats(
-        self, rows: Sequence[np.ndarray], hashers: Sequence[PassageHasher], begins: Sequence[int] | None
+        self, rows: Sequence[np.ndarray], hashers: Sequence[PassageHasher]
     ) -> tuple[list[PassageStats], bool]:
         """Return the statistics of each passage, and whether tokens seem to have changed where texts were joined.
 
@@ -82,7 +80,6 @@ class PassageReport:
         Args:
             rows: Tokens of each row, int64 `[n]`, without padding.
             hashers: Hashers of the passages.
-            begins: Token positions at which passages were declared to begin, or None.
         """
         stats, is_joined = list[PassageStats](), False
         for passage in self._passages:
@@ -97,10 +94,6 @@ class PassageReport:
             num_found = len(passage.at) * HASH_TOKENS
             statistics = PassageStats(passage.row, begin, tokens, num_found, reasons, reader.id, reader.header.label)
             stats.append(statistics)
-        if begins is not None:
-            for row, row_tokens in enumerate(rows):
-                starts = {entry.start for entry in stats if entry.row == row}
-                stats += _empty_positions(row, len(row_tokens), begins, starts)
         return sorted(stats, key=lambda entry: (entry.row, entry.start)), is_joined
 
 
@@ -126,15 +119,3 @@ def _reason(reader: SegmentReader, part: int, tokens: np.ndarray, at: int, hashe
     if not any(hasher.hashes(tokens[at : at + HASH_TOKENS]) == [stored_hash] for hasher in hashers):
         return CHANGED
     return COVERED if part < reader.shape.whole_hashes else UNREADABLE
-
-
-def _empty_positions(row: int, tokens: int, begins: Sequence[int], found_positions: set[int]) -> list[PassageStats]:
-    """Return an entry for each declared position at which no passage was found."""
-    inside = sorted({begin for begin in begins if 0 <= begin < tokens})
-    ends = [*inside, tokens][1:]
-    stats = []
-    for begin, end in zip(inside, ends, strict=True):
-        if begin not in found_positions:
-            reason = NOTHING_BEGINS if end - begin >= HASH_TOKENS else TOO_SHORT
-            stats.append(PassageStats(row, begin, end - begin, 0, reason))
-    return stats

@@ -25,7 +25,7 @@ from hf_tiered_cache.errors import ConfigError
 from hf_tiered_cache.methods import CacheBlend, CacheTune, Epic, Exact
 from hf_tiered_cache.passages.finder import PassageIndex, find_passages
 from hf_tiered_cache.passages.ranking import RANKINGS
-from hf_tiered_cache.passages.report import CHANGED, COVERED, CUT, NOTHING_BEGINS, TOO_SHORT
+from hf_tiered_cache.passages.report import CHANGED, COVERED, CUT
 from hf_tiered_cache.restore.hashes import PassageHasher, siphash
 from hf_tiered_cache.store.catalogue import SegmentRow
 from hf_tiered_cache.store.disk import SegmentStore
@@ -306,29 +306,6 @@ def test_rows_of_a_batch_have_passages_of_their_own(store):
     torch.testing.assert_close(logits[:1], first, rtol=0, atol=1e-4 * float(first.abs().max()))  # exact in this row
 
 
-def test_boundaries_may_be_named(store):
-    model = build("qwen2")
-    fill(store, model)
-    logits, cache = ask(model, store, PROMPT, tune(), segments=list(PLACES.values()))
-    everywhere, other_cache = ask(model, store, PROMPT, tune())
-    assert torch.equal(logits, everywhere)
-    assert cache.stats.tokens_restored == other_cache.stats.tokens_restored
-    _, unmatched_cache = ask(model, store, PROMPT, tune(), segments=[1, 2])
-    assert unmatched_cache.stats.tokens_restored == 0
-
-
-@pytest.mark.parametrize("segments", [[], [67], [300]])
-def test_positions_that_no_token_has_yet_are_no_error(store, segments):
-    """Chunks of a prompt, and short rows of a batch, end before some of the positions of passages."""
-    model, method = build("qwen2"), Epic(lead=1)
-    fill(store, model, method=method)
-    ids = torch.cat([prompt(67, seed=8)[0], PASSAGES[0]])[None]
-    cache = TieredCache(model, store, method=method, segments=segments, record=False)
-    options = {"max_new_tokens": 1, "do_sample": False, "prefill_chunk_size": 32}
-    model.generate(ids, past_key_values=cache, **options)
-    assert (cache.stats.tokens_restored > 0) == (segments == [67])
-
-
 @pytest.mark.parametrize("family", some(["llama", "gemma2", "qwen2_sliding", "gpt_neox"]))
 def test_chunked_prefill_restores_all_passages(family, store):
     """Exceptions are a chunk's last token, and the beginning of a part that the chunk cuts."""
@@ -452,19 +429,13 @@ def test_a_passage_twice_is_opened_once(tmp_path, monkeypatch):
     assert cache.stats.tokens_restored == 128 and len(names) == 1
 
 
-def test_passages_that_were_named_and_are_not_stored_are_told(store, caplog):
+def test_a_passage_that_is_too_short_to_be_stored_is_told(store, caplog):
     model, short = build("qwen2"), prompt(9, seed=60)[0]
     report = fill(store, model, [PASSAGES[0], short])
     assert report.too_short == 1 and report.stored == 96
     assert "1 of 2 passages have fewer than 16 tokens" in caplog.text
-    ids = join(BOS, PASSAGES[1], short, PASSAGES[0], QUESTION)
-    _, cache = ask(model, store, ids, tune(recompute=0.0), segments=[1, 65, 74, 170])
-    assert told(cache) == [
-        (1, 0, 64, NOTHING_BEGINS),
-        (65, 0, 9, TOO_SHORT),
-        (74, 96, 0, ""),
-        (170, 0, 24, NOTHING_BEGINS),
-    ]
+    _, cache = ask(model, store, join(BOS, PASSAGES[1], short, PASSAGES[0], QUESTION), tune(recompute=0.0))
+    assert told(cache) == [(74, 96, 0, "")]
 
 
 def test_passages_of_rows_are_told_row_by_row(store):
