@@ -161,9 +161,11 @@ class RestoringForward(ForwardPass):
         self.prefetch = Prefetch(plan, self.fetcher)
         self.selection: SelectiveRestore | None = None
         self.streamed: StreamedPrefix | None = None
-        layout = plan.readers[0].shape.layout
-        # layers that attend to images have no KV in a prompt without any
-        self._restored_sources = [source for source in self.kv_sources if layout.find(source.index) is not None]
+        # layers that attend to images have no KV in a prompt without any; a layout ends with the last layer that has
+        kinds = plan.readers[0].shape.layout.layers
+        self._restored_sources = [
+            source for source in self.kv_sources if source.index < len(kinds) and kinds[source.index] is not None
+        ]
         selecting = [source.index for source in self._restored_sources if source.selects]
         if isinstance(plan, BudgetPlan) and any(budget.streamed for budget in plan.budgets):
             self.streamed = StreamedPrefix(plan, selecting, self.fetcher)

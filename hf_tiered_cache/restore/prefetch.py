@@ -279,7 +279,7 @@ def check_fit(plan: Plan, layer: int, kind: LayerKV, dtype: torch.dtype) -> None
     """Raise RestoreError unless stored layer and dtype match those of a model with the same fingerprint."""
     for reader in plan.readers:
         layout = reader.shape.layout
-        stored = layout.find(layer)
+        stored = layout.layers[layer] if layer < len(layout.layers) else None
         if stored != kind or layout.dtype != dtype:
             raise RestoreError(
                 reader.id,

@@ -92,13 +92,9 @@ class KVLayout:
 
     def layer(self, index: int) -> LayerKV:
         """Return the `LayerKV` of a layer that keeps KV."""
-        layer_kv = self.find(index)
+        layer_kv = self.layers[index]
         assert layer_kv is not None
         return layer_kv
-
-    def find(self, index: int) -> LayerKV | None:
-        """Return the `LayerKV` of a layer of the model; None if it keeps no KV, as the last layers may."""
-        return self.layers[index] if index < len(self.layers) else None
 
     def check(self) -> None:
         """Raise FormatError if no model keeps such KV, so that KV cache groups need no further checks."""
@@ -325,7 +321,7 @@ def block_groups(layout: KVLayout, geometry: Geometry) -> tuple[BlockGroup, ...]
         for group_layers in in_groups(layers, step, 0 if window else geometry.solo_layers)
     ]
     for pair in geometry.pairs:
-        first, second = map(layout.find, pair)
+        first, second = (layout.layers[layer] if layer < len(layout.layers) else None for layer in pair)
         if first is None or first != second or first.window or not first.key_dim or not first.value_dim:
             raise FormatError(f"layers {pair[0]} and {pair[1]} cannot be merged: {first} and {second}")
         units.append((0, list(pair), True))
