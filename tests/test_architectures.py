@@ -11,7 +11,7 @@ from families import prompt
 from thorough import some
 from transformers import DynamicCache
 
-from hf_tiered_cache import KVStore, TieredCache
+from hf_tiered_cache import KVStore, TieredCache, reasons
 from hf_tiered_cache.errors import UnsupportedModelError
 
 TOKENS = 200
@@ -24,14 +24,14 @@ LOSSY = (
     "impress:budget=0.3",
     "kv_drive:budget=0.3:local=16:prefill_tokens=64",
 )
-
-
-PECULIAR = {
-    "DogeForCausalLM": "adds to its mask what it computes from values",
-    "MllamaForCausalLM": "has layers without KV",
-    "MistralForCausalLM": "has sliding windows in all layers",
-}
-"""Models that showed faults, which are not among the thorough ones alone."""
+PECULIAR = (
+    "DogeForCausalLM",  # adds to its mask what it computes from values
+    "MllamaForCausalLM",  # has layers without KV
+    "MistralForCausalLM",  # has sliding windows in all layers
+)
+"""Models that showed faults: by default, every method runs on these alone."""
+NOT_RESTORED = (reasons.NO_LOGITS_TO_KEEP, reasons.OTHER_TOKENS)
+"""Reasons why a model that is not refused restores nothing."""
 
 
 def answer(model, cache):
@@ -79,8 +79,8 @@ def test_is_restored_as_computed_or_refused(name, tmp_path):
         store.flush()
         cache = cache_for(model, store)
         logits = answer(model, cache)
-    if reason := cache.stats.reason:
-        pytest.skip(reason)
+    if cache.stats.reason in NOT_RESTORED:
+        pytest.skip(cache.stats.reason)
     assert cache.stats.tokens_restored == 192
     close(logits, continued(model, 192))
 

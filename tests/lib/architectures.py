@@ -1,7 +1,6 @@
 """Tiny models of all causal LMs that the installed transformers has, from the names of their settings.
 
-Nothing here knows how an architecture computes. What transformers cannot build or run at these sizes raises
-`TooSpecialError`.
+Nothing here knows how an architecture computes.
 """
 
 from __future__ import annotations
@@ -81,7 +80,7 @@ _MOST_PARAMETERS = 60_000_000
 
 
 class TooSpecialError(Exception):
-    """Architecture that transformers cannot build, or cannot run, at these sizes."""
+    """Architecture that transformers cannot build at these sizes."""
 
 
 def build_architecture(name: str) -> PreTrainedModel:
