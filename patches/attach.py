@@ -18,8 +18,7 @@ from transformers import PreTrainedModel
 
 from ..errors import ConfigError
 from ..reasons import bypassed
-from . import rope, rotary
-from .attention import PATCHES
+from . import attention, rope, rotary
 from .layers import PREFILL_CONTINUES_CACHE, base_model, cache_argument, devices_of, restoring_depth, warn_if_inexact
 from .replacement import Replacement, copy_as_it_is, copy_without, without_hook
 from .scope import CACHE_ARGUMENTS, EAGER_STANCE, ServedCache, Session, arguments_by_name, current, follows_cache
@@ -63,7 +62,7 @@ class Attachment:
         for module, handle in self._tables:
             copy_without(module, without_hook(handle))
         copy_without(model, _detached)
-        self._patches = [*rotary.patches_of(model), *PATCHES]
+        self._patches = [*rotary.patches_of(model), *attention.patches_of(model)]
         for patch in self._patches:
             patch.apply()
         self.active = True

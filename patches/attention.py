@@ -1,13 +1,15 @@
-"""Attention and masks: the functions registered in transformers, given the positions of a plan's queries.
+"""Attention and masks: transformers' functions, given the positions of a plan's queries.
 
 While a model is attached, `sdpa` and the masks of `WRAPPED` are wrapped in transformers' registries under their own
-names, since modeling code looks them up by name. In passes without one of our caches, also in other threads, the
-wrappers only call the original functions.
+names, since modeling code looks them up by name. The function of eager attention is wrapped in the modeling code, which
+has one of its own. In passes without one of our caches, also in other threads, the wrappers only call the original
+functions.
 """
 
 from __future__ import annotations
 
 import dis
+import inspect
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -28,19 +30,41 @@ from .rope import on
 from .scope import AttentionCall, Scope, current
 
 WRAPPED = ("sdpa", "eager")
-"""Implementations with masks that accept the position of each query."""
+"""Implementations with masks that accept the position of each query, and that `attend` can stand for."""
 
-SELECTING = ("sdpa",)
-"""Implementations in which a layer's queries can select what to attend to."""
-
-_HARMLESS = frozenset({"position_ids"})
-"""Names of tensors that the attention function gets and does not use."""
+_EAGER = "eager_attention_forward"
+_EAGER_NAMES = frozenset(
+    {
+        *("torch", "nn", "functional", "F", "maybe_autocast", "device", "training", "dropout"),
+        *("matmul", "softmax", "tanh", "logsumexp", "sigmoid", "max", "values", "sinks", "cat"),
+        *("repeat_kv", "num_key_value_groups", "head_dim", "size", "shape", "transpose", "reshape", "expand", "view"),
+        *("unsqueeze", "contiguous", "to", "type", "dtype", "float", "float32"),
+    }
+)
+"""Names in eager attention that treats all keys alike, whatever their index: logits, sinks, softcaps and a softmax."""
+_HARMLESS = frozenset({"position_ids", "s_aux"})
+"""Names of tensors that the attention function gets, and on which a key's logits do not depend: s_aux holds sinks."""
 _PLAIN: int = SDPBackend.MATH.value  # PyTorch's number of attention that no fused kernel computes
 
 
-def can_select(config: PreTrainedConfig) -> bool:
+def can_select(model: PreTrainedModel) -> bool:
     """Return whether queries can be observed and can select with the model's attention implementation."""
-    return config._attn_implementation in SELECTING
+    implementation = model.config.get_text_config(decoder=True)._attn_implementation
+    return implementation == "sdpa" or (implementation == "eager" and all(map(_is_known, _attention_classes(model))))
+
+
+def _is_known(kind: Any) -> bool:
+    """Return whether the eager attention of a class consists of known operations."""
+    function = _globals_of(kind).get(_EAGER)
+    code = None if function is None else code_of(function)
+    return code is not None and _EAGER_NAMES.issuperset(code.co_names)
+
+
+def _globals_of(kind: Any) -> dict[str, Any]:
+    """Return the global variables among which a class finds its eager attention, or {} if it looks for none."""
+    forward, code = inspect.unwrap(kind.forward), code_of(kind.forward)
+    names = {"ALL_ATTENTION_FUNCTIONS", _EAGER}
+    return forward.__globals__ if code is not None and names.issubset(code.co_names) else {}
 
 
 def shows_queries(model: PreTrainedModel, cache_layers: Sequence[Any] = ()) -> bool:
@@ -129,6 +153,8 @@ def attend(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
+    *,
+    is_eager: bool = False,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute attention with the fastest kernel that gives the same bits as the model's own, `base`.
@@ -141,7 +167,9 @@ def attend(
     """
     call = AttentionCall(query, key, value, attention_mask, kwargs.get("scaling"))
     if scope.selects or scope.observer is not None:
-        call = call._replace(is_plain=_is_plain(scope, attention_mask, kwargs))
+        call = call._replace(is_plain=_is_plain(scope, attention_mask, kwargs, is_eager))
+        if is_eager:
+            call = call._replace(softcap=kwargs.get("softcap"), sinks=getattr(module, "sinks", None))
     if scope.observer is not None and call.is_plain:
         scope.observer.observe(module.layer_idx, query, call.scaling)
     if scope.selects:
@@ -192,7 +220,7 @@ def attend_folded(call: AttentionCall, kwargs: dict[str, Any]) -> torch.Tensor:
     Returns:
         `[batch, 1, heads, dim]`.
     """
-    query, keys, values, mask, scaling, _ = call
+    query, keys, values, mask, scaling, *_ = call
     folded_query = query.reshape(len(query), keys.shape[1], -1, query.shape[3])  # [batch, kv_heads, group, dim]
     output = torch.nn.functional.scaled_dot_product_attention(
         folded_query, keys, values, mask, kwargs.get("dropout", 0.0), scale=scaling
@@ -209,7 +237,7 @@ def _attend(
     CPU, the fused kernel gives the same bits either way. PyTorch 2.8's cannot share them, nor CUDA's with a mask: they
     would fall back to plain arithmetic, with other bits.
     """
-    query, keys, values, mask, scaling, _ = call
+    query, keys, values, mask, scaling, *_ = call
     dropout = kwargs.get("dropout", 0.0)
     if (
         base is sdpa_attention_forward  # and no function that a user registered in its place
@@ -228,20 +256,39 @@ def _attend(
     return base(module, query, keys, values, mask, **kwargs)
 
 
-def _is_plain(scope: Scope, mask: torch.Tensor | None, kwargs: dict[str, Any]) -> bool:
-    """Return whether attention depends only on queries, keys, and what a mask of `make_mask` hides.
+def _is_plain(scope: Scope, mask: torch.Tensor | None, kwargs: dict[str, Any], is_eager: bool) -> bool:
+    """Return whether logits depend only on queries, keys, and what a mask of `make_mask` hides.
 
-    accelerate copies masks to the devices of the layers.
+    accelerate copies masks to the devices of the layers. Eager attention adds its mask, so it has one in any case.
     """
-    is_made = mask is None or any(
-        mask is made or (mask.device != made.device and (mask.shape, mask.dtype) == (made.shape, made.dtype))
-        for made in (reference() for reference in scope.masks)
-        if made is not None
-    )
+    if mask is None:
+        is_made = not is_eager
+    else:
+        is_made = any(
+            mask is made or (mask.device != made.device and (mask.shape, mask.dtype) == (made.shape, made.dtype))
+            for made in (reference() for reference in scope.masks)
+            if made is not None
+        )
     return is_made and not any(isinstance(kwargs[name], torch.Tensor) for name in kwargs.keys() - _HARMLESS)
 
 
-PATCHES = tuple(
+def patches_of(model: PreTrainedModel) -> list[Patch]:
+    """Return patches of the registered functions, and of the eager attention of the model's classes."""
+    eager = {id(found): found for kind in map(type, model.modules()) if (found := _globals_of(kind)).get(_EAGER)}
+    return [
+        *_REGISTERED,
+        *(
+            Patch(
+                partial(names.__getitem__, _EAGER),
+                partial(names.__setitem__, _EAGER),
+                partial(_Scoped, cast(Callable[..., Any], partial(attend, is_eager=True))),
+            )
+            for names in eager.values()
+        ),
+    ]
+
+
+_REGISTERED = tuple(
     Patch(
         partial(functions.__getitem__, name),
         partial(registry.register, name),
@@ -252,4 +299,3 @@ PATCHES = tuple(
         *((AttentionMaskInterface, ALL_MASK_ATTENTION_FUNCTIONS, name, make_mask) for name in WRAPPED),
     )
 )
-"""Patches of the registered functions."""

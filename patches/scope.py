@@ -91,6 +91,8 @@ class AttentionCall(NamedTuple):
         mask: Attention mask of the queries, with the sizes announced for the pass; None if there is none.
         scaling: Scale of the logits; None for dim ** -0.5.
         is_plain: Whether the logits depend on nothing else, and the mask only hides positions.
+        softcap: Bound of the logits (Gemma 2), which are softcap * tanh(logits / softcap); None if there is none.
+        sinks: Additional logit of each query head, `[heads]`, without a value (gpt-oss); None if there are none.
     """
 
     query: torch.Tensor
@@ -99,6 +101,8 @@ class AttentionCall(NamedTuple):
     mask: torch.Tensor | None
     scaling: float | None
     is_plain: bool = True
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
 
 
 Attended = AttentionCall | torch.Tensor

@@ -25,11 +25,13 @@ LOSSY = (
     "kv_drive:budget=0.3:local=16:prefill_tokens=64",
 )
 PECULIAR = (
+    "Gemma2ForCausalLM",  # bounds its logits
+    "GptOssForCausalLM",  # has sinks
     "DogeForCausalLM",  # adds to its mask what it computes from values
     "MllamaForCausalLM",  # has layers without KV
     "MistralForCausalLM",  # has sliding windows in all layers
 )
-"""Models that showed faults: by default, every method runs on these alone."""
+"""Models that showed faults, or with eager attention of their own: by default, every method runs on these alone."""
 NOT_RESTORED = (reasons.NO_LOGITS_TO_KEEP, reasons.OTHER_TOKENS)
 """Reasons why a model that is not refused restores nothing."""
 

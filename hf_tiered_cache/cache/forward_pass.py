@@ -19,7 +19,7 @@ from ..layers import LayeredCache, LayerTensors
 from ..methods import BudgetMethod, Method, Passages
 from ..passages.recompute import ProbeAttentionSum
 from ..patches.attach import Attachment
-from ..patches.attention import SELECTING, WRAPPED, can_scatter, can_select, shows_queries, without_first
+from ..patches.attention import can_scatter, can_select, shows_queries, without_first
 from ..patches.layers import decoder_layers, dropping
 from ..patches.rope import TableCache
 from ..patches.scope import Attended, AttentionCall, Scope, enter, leave_to
@@ -210,9 +210,10 @@ class RestoringForward(ForwardPass):
             source.begin_pass(self)
         if plan.suffix is None:
             if not can_scatter(config):
-                raise needs_attention(self.method, self.attachment.model, WRAPPED)
-            model = self.attachment.model
-            if isinstance(plan, RecomputePlan) and can_select(config) and shows_queries(model, self.layers):
+                raise needs_attention(self.method, self.attachment.model)
+            # without a mask, only this implementation is causal
+            is_sdpa = config._attn_implementation == "sdpa"
+            if isinstance(plan, RecomputePlan) and is_sdpa and shows_queries(self.attachment.model, self.layers):
                 self.recompute_lengths = plan.recompute_lengths
             length = self.recompute_lengths[0] if self.recompute_lengths else 0
             self.positions = to_device(plan.computed[0][length:] + plan.base, self._devices[0])
@@ -223,8 +224,8 @@ class RestoringForward(ForwardPass):
                 stack.enter_context(dropping(layers, first, self))
         stack.callback(self.fetcher.cancel)
         if (budgeted := self.streamed or self.selection) is not None:
-            if not can_select(config):
-                raise needs_attention(self.method, self.attachment.model, SELECTING)
+            if not can_select(self.attachment.model):
+                raise needs_attention(self.method, self.attachment.model)
             budgeted.start()
         self.prefetch.start()
 
@@ -323,8 +324,8 @@ class RefiningForward(RestoringForward):
         assert isinstance(plan, PassagesPlan) and isinstance(self.method, Passages)
         self.plan = plan
         self._first_narrowed = 1
-        model, config = self.attachment.model, self.attachment.config
-        self.selects = can_select(config) and shows_queries(model, self.layers)  # `attend` runs
+        model = self.attachment.model
+        self.selects = can_select(model) and shows_queries(model, self.layers)  # `attend` runs
         self.preview_layer = plan.compare_layer if self.selects else None
         self._previews = False  # whether this layer runs up to its attention now
         self._kv_deviation: torch.Tensor | None = None  # float32 [batch, n], KV deviation at the comparing layer

@@ -256,7 +256,7 @@ class StoredCache(Cache, ServedCache):
         """
         scope = current()
         if any(source.unused for source in self.kv_sources):
-            completes = can_select(self._executor.attachment.config)  # the registered attention function
+            completes = can_select(self._executor.attachment.model)  # the replaced attention function
             if not completes or scope is None or scope.cache is not self:
                 raise cannot_mask(self.method, self.model)
         return super().get_mask_sizes(query_length, layer_idx)

@@ -15,7 +15,7 @@ from ..errors import CacheMismatchError, ConfigError, TieredCacheError, Unsuppor
 from ..identity.origin import referenced_names
 from ..methods import BudgetMethod, ForConversation, Method, Passages, PrefixMethod
 from ..patches.attach import Attachment
-from ..patches.attention import SELECTING, WRAPPED, can_scatter, can_select, passes_mask_on, shows_queries
+from ..patches.attention import WRAPPED, can_scatter, can_select, passes_mask_on, shows_queries
 from ..patches.layers import can_drop, code_of
 from ..patches.scope import CACHE_ARGUMENTS
 
@@ -23,6 +23,7 @@ _HIDES_KEYS = (
     "attends to other keys than it passes to its cache, weighs them by more than its queries and its mask, or bypasses "
     "the registered attention function"
 )
+_CHOICES = " or ".join(map(repr, WRAPPED))
 _OWN_POSITIONS = frozenset({"create_position_ids_from_input_ids", "rope_deltas"})
 """Members of modules that number tokens by themselves, if a method uses them."""
 
@@ -117,26 +118,20 @@ def check_suits(method: Method, model: PreTrainedModel, cache_layers: Sequence[A
     if isinstance(method, BudgetMethod) and method.selects:
         if not shows_queries(model, cache_layers):
             raise cannot_select(method, model)
-        if not can_select(config):
-            raise needs_attention(method, model, SELECTING)
+        if not can_select(model):
+            raise needs_attention(method, model)
     elif isinstance(method, Passages):
         if not can_scatter(config):
-            raise needs_attention(method, model, WRAPPED)
+            raise needs_attention(method, model)
         if not can_drop(model, config.num_hidden_layers):
             method.with_equal_positions()  # raises if it cannot
 
 
 def cannot_observe(model: PreTrainedModel) -> str:
     """Return the reason why the queries of this model cannot be observed, or an empty string."""
-    config = model.config.get_text_config(decoder=True)
     if not shows_queries(model):
         return f"{type(model).__name__} {_HIDES_KEYS}"
-    if can_select(config):
-        return ""
-    return (
-        f"observing queries requires the attention implementation {' or '.join(map(repr, SELECTING))}, but the model "
-        f"uses {config._attn_implementation!r}"
-    )
+    return "" if can_select(model) else f"observing queries {_requires(model)}"
 
 
 def can_recompute_prefix(attachment: Attachment) -> bool:
@@ -166,28 +161,30 @@ def cannot_select(method: Method, model: PreTrainedModel) -> UnsupportedModelErr
 
 def cannot_mask(method: Method, model: PreTrainedModel) -> CacheMismatchError:
     """Return the error for a pass in which no mask of the model fits all rows of the cache."""
-    name, choice = type(model).__name__, SELECTING[0]
     return CacheMismatchError(
         "the rows of this cache hold different numbers of positions, selected by its "
-        f"{type(method).__name__}, and only forward passes of the attached {name} with the attention implementation "
-        f"{choice!r} can build a mask for each of them; call the model itself instead of a module within it, with "
-        "that implementation, or create a new TieredCache after detach(model)"
+        f"{type(method).__name__}, and only forward passes of the attached {type(model).__name__} with the attention "
+        f"implementation {_CHOICES} can build a mask for each of them; call the model itself instead of a module "
+        "within it, with that implementation, or create a new TieredCache after detach(model)"
     )
 
 
-def needs_attention(method: Method, model: PreTrainedModel, implementations: tuple[str, ...]) -> TieredCacheError:
+def needs_attention(method: Method, model: PreTrainedModel) -> TieredCacheError:
     """Return an error that advises another attention implementation, if the model has one, or another method."""
-    name = type(method).__name__
-    choices = " or ".join(map(repr, implementations))
-    if "eager" not in implementations and not model._supports_sdpa:
+    choice, is_used = "sdpa" if model._supports_sdpa else "eager", model.config._attn_implementation
+    if choice == is_used:
         return UnsupportedModelError(
-            f"{name} requires the attention implementation {choices}, which {type(model).__name__} does not support; "
-            "use the exact method with this model"
+            f"{type(model).__name__} has attention of its own, which {type(method).__name__} does not know; use the "
+            "exact method with this model"
         )
     return ConfigError(
-        f"{name} requires the attention implementation {choices}, but the model uses "
-        f"{model.config._attn_implementation!r}; call model.set_attn_implementation({implementations[0]!r}) first"
+        f"{type(method).__name__} {_requires(model)}; call model.set_attn_implementation({choice!r}) first"
     )
+
+
+def _requires(model: PreTrainedModel) -> str:
+    used = model.config._attn_implementation
+    return f"requires the attention implementation {_CHOICES}, but the model uses {used!r}"
 
 
 def check_batched(method: Method) -> None:

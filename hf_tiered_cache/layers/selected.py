@@ -81,7 +81,7 @@ class SelectedSource(DenseSource):
         return None
 
     def attend(self, forward_pass: Pass, call: AttentionCall) -> Attended:
-        restoring, (query, keys, values, _, scaling, _) = self._pass, call
+        restoring, (query, keys, values, _, scaling, *_) = self._pass, call
         appended, self._appended = self._appended, None
         if restoring is None:
             if self.decode_selector is not None and appended is not None:
@@ -112,7 +112,7 @@ class SelectedSource(DenseSource):
         if output is not None and plan.streams_all:
             return output
         mask = restoring.mask_without(call, self.unused, all_keys.shape[2])
-        attended = AttentionCall(query, all_keys, all_values, mask, scaling)
+        attended = call._replace(keys=all_keys, values=all_values, mask=mask)
         return attended if output is None else _merged(attended, output, plan)
 
     def _hold(self, plan: BudgetPlan, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -222,7 +222,8 @@ def _merged(call: AttentionCall, output: torch.Tensor, plan: BudgetPlan) -> torc
         for tensor in (call.query, call.keys, call.values, call.mask)
     )
     assert query is not None and keys is not None and values is not None
-    output[rows] = attention(query, keys, values, call.scaling, mask).output.to(output.dtype)
+    partial = attention(query, keys, values, call.scaling, mask, softcap=call.softcap)
+    output[rows] = partial.with_sinks(call.sinks).to(output.dtype)
     return output
 
 

@@ -97,7 +97,7 @@ class ProbeAttentionSum:
 
         The mask is `[batch or 1, heads or 1, n, positions]`: bool, True where a query may attend, or additive.
         """
-        query, keys, _, mask, scaling, _ = call
+        query, keys, _, mask, scaling, *_ = call
         batch, heads, _, dim = query.shape
         kv_heads, num_keys = keys.shape[1], keys.shape[2]
         scaling = dim**-0.5 if scaling is None else scaling

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ..patches.rope import on
 from ..patches.scope import AttentionCall
 from ..restore.fetch import Fetcher
 from ..restore.plan import BudgetPlan
@@ -43,6 +44,13 @@ class Partial:
         output += update.output * (update.log_total - total).exp_().unsqueeze(-1)
         self.output[rows], self.log_total[rows] = output, total
 
+    def with_sinks(self, sinks: torch.Tensor | None) -> torch.Tensor:
+        """Return the output if each query head also has a logit in `sinks`, `[heads]`, without a value."""
+        if sinks is None:
+            return self.output
+        total = torch.logaddexp(self.log_total, on(self.log_total.device, sinks).float()[:, None])
+        return self.output * (self.log_total - total).exp_().unsqueeze(-1)
+
 
 def attention(
     query: torch.Tensor,
@@ -51,18 +59,19 @@ def attention(
     scaling: float | None,
     mask: torch.Tensor | None = None,
     causal: bool = False,
+    softcap: float | None = None,
 ) -> Partial:
     """Compute the attention of queries, `[batch, heads, n, dim]`, over keys and values, `[batch, kv_heads, k, dim]`.
 
     The mask, `[batch or 1, heads or 1, n, k]`, is added to the logits, or bool, True for visible keys; None if all are
     visible. Without a mask, the attention may be `causal`: query i sees only the keys up to i. Logits are multiplied by
-    `scaling`; None for dim ** -0.5.
+    `scaling`; None for dim ** -0.5. For `softcap` see `AttentionCall`.
     """
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     heads, kv_heads, count = query.shape[1], keys.shape[1], query.shape[2]
     if mask is None and not causal and heads != kv_heads:  # fold the query heads of a group into its kv head
         grouped = query.unflatten(1, (kv_heads, -1)).flatten(2, 3)  # [batch, kv_heads, group * n, dim]
-        partial = attention(grouped, keys, values, scaling)
+        partial = attention(grouped, keys, values, scaling, softcap=softcap)
         return Partial(
             partial.output.unflatten(2, (-1, count)).flatten(1, 2),
             partial.log_total.unflatten(2, (-1, count)).flatten(1, 2),
@@ -72,6 +81,8 @@ def attention(
     kernels = torch.ops.aten
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
+    if softcap is not None:  # no kernel has it
+        return _plain_attention(query, keys, values, scaling, mask, causal, softcap)
     if query.device.type == "cpu" and query.shape[-1] == values.shape[-1]:
         output, log_total = kernels._scaled_dot_product_flash_attention_for_cpu(
             query, keys, values, is_causal=causal, attn_mask=mask, scale=scaling
@@ -102,12 +113,15 @@ def _plain_attention(
     scaling: float,
     mask: torch.Tensor | None,
     causal: bool,
+    softcap: float | None = None,
 ) -> Partial:
     """Compute attention with plain tensor operations, some queries at a time."""
     step = max(1, _LARGEST // (query.shape[0] * query.shape[1] * keys.shape[2]))
     outputs, totals = [], []
     for first in range(0, query.shape[2], step):
         logits = (query[:, :, first : first + step].float() @ keys.float().transpose(2, 3)).mul_(scaling)
+        if softcap is not None:
+            logits.div_(softcap).tanh_().mul_(softcap)
         if mask is not None:
             logits += mask[:, :, first : first + step]
         elif causal:
@@ -157,8 +171,9 @@ class StreamedPrefix:
             rotate_: Rotates stored keys.
             collect: For each group of rows, `[kv_heads, tokens, dim]` to copy the rotated keys to, or None.
         """
-        query, keys, values, mask, scaling, _ = call
-        merged = attention(query, keys, values, scaling, mask, causal=mask is None and query.shape[2] > 1)
+        query, keys, values, mask, scaling, _, softcap, sinks = call
+        causal = mask is None and query.shape[2] > 1
+        merged = attention(query, keys, values, scaling, mask, causal, softcap)
         for number, (group, run) in enumerate(self._runs):
             self._fetch_run(layer, number)
             if number + 1 < len(self._runs):
@@ -177,10 +192,11 @@ class StreamedPrefix:
             is_slice = len(rows) == rows[-1] + 1 - rows[0]
             batch_rows = slice(rows[0], rows[-1] + 1) if is_slice else to_device(np.array(rows), query.device)
             batch = len(rows), -1, -1, -1
-            partial = attention(query[batch_rows], run_keys.expand(batch), run_values.expand(batch), scaling)
+            all_keys, all_values = run_keys.expand(batch), run_values.expand(batch)
+            partial = attention(query[batch_rows], all_keys, all_values, scaling, softcap=softcap)
             merged.join(batch_rows, partial)
             table.finish(layer)
-        return merged.output.to(query.dtype)
+        return merged.with_sinks(sinks).to(query.dtype)
 
     def _fetch_run(self, layer: int, number: int, ahead: bool = False) -> None:
         """Start to fetch a run for a layer, or the chunks of it that a prefetch had no room for."""

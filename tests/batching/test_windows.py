@@ -6,8 +6,7 @@ import random
 
 import pytest
 import torch
-import transformers
-from families import _COMMON, build, prompt
+from families import build, prompt
 from paged import alone, arriving, batched, finished, greedy, moved_to_host_memory, running, settled, writes
 from reference import kv_of
 from thorough import amount, pairs
@@ -24,19 +23,9 @@ SHARING = pytest.mark.parametrize("model", [name for name in FAMILIES if name !=
 """Families with KV that serves both generate() and the engine. Paged attention ignores the softcap of Gemma 2."""
 
 
-def model_of(family):
-    if family != "gpt_oss":
-        return build(family)
-    torch.manual_seed(0)
-    config = transformers.GptOssConfig(
-        **_COMMON | {"head_dim": 16, "sliding_window": WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2}
-    )
-    return transformers.GptOssForCausalLM(config).eval()
-
-
 @pytest.fixture(scope="module", params=FAMILIES)
 def model(request):
-    return model_of(request.param)
+    return build(request.param)
 
 
 def crowd_of(model):

@@ -11,7 +11,7 @@ import processes
 import pytest
 import torch
 import transformers
-from families import build, prompt
+from families import attend_by_another_name, build, prompt
 from packaging.version import Version
 from transformers import (
     AutoTokenizer,
@@ -425,7 +425,7 @@ def test_an_exception_ends_the_session_and_keeps_what_was_computed(model, store)
 @pytest.mark.parametrize("wrong", [{"store": 5}, {"store": "store", "method": "contiguous_kv"}], ids=str)
 def test_what_cannot_be_served_is_refused_at_once_and_leaves_no_trace(model, tmp_path, monkeypatch, wrong):
     monkeypatch.chdir(tmp_path)
-    model.set_attn_implementation("eager")  # in which a budget is not kept
+    attend_by_another_name(model)  # by which a budget is not kept
     with pytest.raises(ConfigError):
         tiered(model, **wrong)
     assert attachment_of(model) is None

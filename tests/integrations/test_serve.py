@@ -534,7 +534,7 @@ def test_a_server_of_any_model_must_be_meant(run, tmp_path, options, message):
         (["--host", "no.such.host.invalid"], "cannot listen on no.such.host.invalid:8000"),
         (["--dtype", "float7"], "Unsupported dtype: 'float7'"),
         (["--method", "none_such"], "unknown method 'none_such'"),
-        (["--method", "impress", "--attn-implementation", "eager"], "sdpa"),
+        (["--method", "impress", "--attn-implementation", "flex_attention"], "sdpa"),
         (["--host-memory", "much"], "host_memory='much' is not a valid size"),
     ],
     ids=lambda value: value if isinstance(value, str) else value[0],

@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 VOCABULARY = 160
 ROUNDS_MORE = torch.__version__.startswith("2.8.")
@@ -72,6 +74,14 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "phi3": _spec("Phi3ForCausalLM", "Phi3Config", sliding_window=None),
     "gemma2": _spec("Gemma2ForCausalLM", "Gemma2Config", head_dim=16, sliding_window=40),
     "gemma3": _spec("Gemma3ForCausalLM", "Gemma3TextConfig", head_dim=16, sliding_window=40, sliding_window_pattern=2),
+    "gpt_oss": _spec(
+        "GptOssForCausalLM",
+        "GptOssConfig",
+        head_dim=16,
+        sliding_window=40,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+    ),
     "olmo2": _spec("Olmo2ForCausalLM", "Olmo2Config"),
     "granite": _spec("GraniteForCausalLM", "GraniteConfig"),
     "smollm3": _spec("SmolLM3ForCausalLM", "SmolLM3Config", no_rope_layer_interval=2),
@@ -119,6 +129,25 @@ _DEEP = {
 def build_deep(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
     """Build a model with six layers, for tests of layers that share KV or a selection."""
     return build(family, dtype, **({"num_hidden_layers": 6} | _DEEP.get(family, {}) | changes))
+
+
+def build_eager(family: str) -> PreTrainedModel:
+    """Build a model with eager attention, no windows, and a softcap or sinks that matter, if it has any."""
+    kinds = {"layer_types": ["full_attention", "full_attention"]} if family in ("gemma2", "gpt_oss") else {}
+    softcap = {"attn_logit_softcapping": 0.3} if family == "gemma2" else {}
+    model = build(family, attn_implementation="eager", initializer_range=0.1, **kinds, **softcap)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("sinks"):
+                parameter.copy_(torch.linspace(1, 4, len(parameter)))
+    return model
+
+
+def attend_by_another_name(model: PreTrainedModel) -> None:
+    """Let a model attend by a function that a user has registered under a name of its own."""
+    AttentionInterface.register("of_a_user", sdpa_attention_forward)
+    AttentionMaskInterface.register("of_a_user", sdpa_mask)
+    model.set_attn_implementation("of_a_user")
 
 
 def longrope(original_length: int) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from families import build, prompt
+from families import attend_by_another_name, build, prompt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import assert_same
@@ -37,7 +37,7 @@ METHODS = {
     "kv_drive some stream": replace(KV_DRIVE, exact_from=24, observed=8),
     "kv_drive one size": replace(KV_DRIVE, window=1, index="page_bounds"),
 }
-FAMILIES = ["llama", "gemma3", "qwen2_sliding", "phi3", "gpt_neox", "opt", "smollm3"]
+FAMILIES = ["llama", "gemma3", "qwen2_sliding", "phi3", "gpt_neox", "opt", "smollm3", "gemma2", "gpt_oss"]
 
 row_of_batch = st.tuples(st.integers(0, 3), st.integers(0, 260), st.integers(1, 60))
 """Number of a stored prefix, how many of its tokens the row begins with, and new tokens after them."""
@@ -199,7 +199,7 @@ def detached(model, arguments):
 
 
 def with_other_attention(model, arguments):
-    model.set_attn_implementation("eager")
+    attend_by_another_name(model)
     return model(**arguments).logits
 
 

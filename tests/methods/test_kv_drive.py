@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from families import build, prompt
+from families import build, build_eager, prompt
 from reference import assert_same
 from test_selective import GREEDY, ask, fill, question
 from thorough import pairs, some
@@ -15,7 +15,7 @@ from hf_tiered_cache import KVStore, LostKVError, TieredCache
 from hf_tiered_cache.errors import ConfigError
 from hf_tiered_cache.layers.buffer import KVBuffer
 from hf_tiered_cache.methods import KVDrive, make_method
-from hf_tiered_cache.selection import DECODE_INDEXES, decode, window
+from hf_tiered_cache.selection import DECODE_INDEXES, decode, streamed, window
 from hf_tiered_cache.selection import held as grown
 from hf_tiered_cache.selection.decode import DecodeSelection
 from hf_tiered_cache.selection.decode_index import rank
@@ -127,6 +127,28 @@ def test_nothing_depends_on_where_a_chunk_was(eviction, model, tmp_path):
     bytes_read = [cache.stats.bytes_read for _, cache in results]
     assert bytes_read[1] < bytes_read[0] and bytes_read[2] < bytes_read[1]  # larger windows read less
     assert bytes_read[5] == 0  # the second request has all of it on the host
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
+def test_eager_attention_to_a_streamed_prefix_is_full_attention(family, tmp_path, monkeypatch):
+    """Softcaps and sinks count once, however many runs the prefix has, also beside rows that are not streamed."""
+    monkeypatch.setattr(streamed, "_RUN_TOKENS", 64)
+    model, method = build_eager(family), KVDrive(budget=0.2, local=16, exact_from=16)
+    long, short = prompt(TOKENS), prompt(160, seed=3)
+    rows = torch.zeros(2, TOKENS + 24, dtype=torch.int64)
+    rows[0], rows[1, -168:] = question(long)[0], question(short, tokens=8)[0]
+    mask = (rows != 0).long()
+    with KVStore(tmp_path, engine="posix") as store:
+        fill(store, model, long, method)
+        fill(store, model, short, method)
+        output, cache = ask(model, store, question(long), method)
+        together, _ = ask(model, store, rows, method, attention_mask=mask)
+        alone, _ = ask(model, store, question(short, tokens=8), method)
+    full = model.generate(question(long), **GREEDY)
+    assert cache.stats.tokens_attended == TOKENS
+    torch.testing.assert_close(output.logits[0], full.logits[0], rtol=0, atol=1e-5)
+    for logits, expected in ((together.logits[0][0], full.logits[0][0]), (together.logits[0][1], alone.logits[0][0])):
+        torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
 
 
 def test_a_second_request_builds_no_index_and_reads_no_keys(model, tmp_path, monkeypatch):

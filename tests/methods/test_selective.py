@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from families import FAMILIES, build, build_deep, prompt
+from families import FAMILIES, attend_by_another_name, build, build_deep, build_eager, prompt
 from reference import assert_same, kv_of, put
 from transformers import DynamicCache
 
@@ -106,6 +107,11 @@ def test_every_method_attends_to_what_it_chose(method, model, store, chosen):
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "smollm3", "gpt_neox", "glm4", "opt"])
 def test_every_family_attends_to_what_was_chosen(family, store, chosen):
     attends_to_what_was_chosen(build(family), METHOD, store, chosen)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
+def test_eager_attention_attends_to_what_was_chosen(family, store, chosen):
+    attends_to_what_was_chosen(build_eager(family), METHOD, store, chosen)
 
 
 def attends_to_what_was_chosen(model, method, store, chosen):
@@ -640,13 +646,39 @@ def test_models_whose_attention_is_out_of_sight_are_refused(family, store):
     TieredCache(model, store, method=replace(METHOD, budget=1.0))
 
 
-def test_attention_that_hides_its_queries_is_refused(store):
-    model = build("llama", attn_implementation="eager")
-    with pytest.raises(ConfigError, match="set_attn_implementation\\('sdpa'\\)"):
+@pytest.mark.parametrize(("family", "advice"), [("llama", "sdpa"), ("gpt_oss", "eager")])
+def test_attention_that_hides_its_queries_is_refused(family, advice, store):
+    model = build(family)
+    attend_by_another_name(model)
+    with pytest.raises(ConfigError, match=rf"set_attn_implementation\('{advice}'\)"):
         TieredCache(model, store, method=METHOD)
     assert attachment_of(model) is None
-    model.set_attn_implementation("sdpa")
+    model.set_attn_implementation(advice)
     TieredCache(model, store, method=METHOD)
+
+
+def eager_by_index(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
+    """Eager attention that weighs keys by their index in the cache."""
+    far = torch.arange(key.shape[2]) / key.shape[2]
+    key, value = (tensor.repeat_interleave(module.num_key_value_groups, 1) for tensor in (key, value))
+    weights = (query @ key.transpose(2, 3) * scaling + far + attention_mask).softmax(-1)
+    return (weights @ value).transpose(1, 2).contiguous(), weights
+
+
+def test_eager_attention_of_unknown_operations_is_refused(store, monkeypatch):
+    """Selected keys have other indexes."""
+    model = build("gpt_oss")
+    monkeypatch.setitem(inspect.getmodule(type(model)).__dict__, "eager_attention_forward", eager_by_index)
+    with pytest.raises(UnsupportedModelError, match="attention of its own"):
+        TieredCache(model, store, method=METHOD)
+    model, ids = build("llama", attn_implementation="eager"), prompt(PREFIX)
+    fill(store, model, ids)
+    cache = TieredCache(model, store, method=METHOD)
+    monkeypatch.setitem(inspect.getmodule(type(model)).__dict__, "eager_attention_forward", eager_by_index)
+    with pytest.raises(ConfigError, match="set_attn_implementation\\('sdpa'\\)"):
+        TieredCache(model, store, method=METHOD)
+    model.generate(question(ids), past_key_values=cache, **GREEDY)
+    assert cache.stats.tokens_restored == 0
 
 
 @pytest.mark.parametrize(
