@@ -62,7 +62,9 @@ def _is_known(kind: Any) -> bool:
 
 def _globals_of(kind: Any) -> dict[str, Any]:
     """Return the global variables among which a class finds its eager attention, or {} if it looks for none."""
-    forward, code = inspect.unwrap(kind.forward), code_of(kind.forward)
+    function: Any = getattr(kind, "forward", None)  # a scripted module's class has none
+    forward = inspect.unwrap(function)
+    code = getattr(forward, "__code__", None)
     names = {"ALL_ATTENTION_FUNCTIONS", _EAGER}
     return forward.__globals__ if code is not None and names.issubset(code.co_names) else {}
 

@@ -131,7 +131,7 @@ def cannot_observe(model: PreTrainedModel) -> str:
     """Return the reason why the queries of this model cannot be observed, or an empty string."""
     if not shows_queries(model):
         return f"{type(model).__name__} {_HIDES_KEYS}"
-    return "" if can_select(model) else f"observing queries {_requires(model)}"
+    return "" if can_select(model) else f"queries cannot be observed with {_attention_of(model)}"
 
 
 def can_recompute_prefix(attachment: Attachment) -> bool:
@@ -178,13 +178,13 @@ def needs_attention(method: Method, model: PreTrainedModel) -> TieredCacheError:
             "exact method with this model"
         )
     return ConfigError(
-        f"{type(method).__name__} {_requires(model)}; call model.set_attn_implementation({choice!r}) first"
+        f"{type(method).__name__} does not support {_attention_of(model)}; call "
+        f"model.set_attn_implementation({choice!r}) first"
     )
 
 
-def _requires(model: PreTrainedModel) -> str:
-    used = model.config._attn_implementation
-    return f"requires the attention implementation {_CHOICES}, but the model uses {used!r}"
+def _attention_of(model: PreTrainedModel) -> str:
+    return f"the attention implementation {model.config._attn_implementation!r} of {type(model).__name__}"
 
 
 def check_batched(method: Method) -> None:

@@ -675,7 +675,7 @@ def test_eager_attention_of_unknown_operations_is_refused(store, monkeypatch):
     fill(store, model, ids)
     cache = TieredCache(model, store, method=METHOD)
     monkeypatch.setitem(inspect.getmodule(type(model)).__dict__, "eager_attention_forward", eager_by_index)
-    with pytest.raises(ConfigError, match="set_attn_implementation\\('sdpa'\\)"):
+    with pytest.raises(ConfigError, match=r"'eager' of LlamaForCausalLM; call .*\('sdpa'\)"):
         TieredCache(model, store, method=METHOD)
     model.generate(question(ids), past_key_values=cache, **GREEDY)
     assert cache.stats.tokens_restored == 0

@@ -12,7 +12,7 @@ from functools import lru_cache, partial
 import numpy as np
 import pytest
 import torch
-from families import FAMILIES, build, longrope, prompt
+from families import FAMILIES, attend_by_another_name, build, longrope, prompt
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from reference import kv_of
@@ -150,11 +150,12 @@ def test_after_a_plan_the_model_is_as_before(root):
     assert current() is None
 
 
-def test_attention_that_cannot_place_queries_says_what_to_do(root, monkeypatch):
-    model, store, ids, _ = stored("llama", root)
-    monkeypatch.setattr("hf_tiered_cache.cache.forward_pass.can_scatter", lambda config: False)
+def test_attention_that_cannot_place_queries_says_what_to_do(tmp_path):
+    model, ids, store = build("llama"), prompt(TOKENS), KVStore(tmp_path, engine="posix")
+    attend_by_another_name(model)
+    store.precompute(model, ids, progress=False)
     cache = TieredCache(model, store, method=Chosen(first=frozenset({3, 50})), record=False)
-    with pytest.raises(ConfigError, match="set_attn_implementation"):
+    with pytest.raises(ConfigError, match=r"'of_a_user' of LlamaForCausalLM; call .*\('sdpa'\)"):
         model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
     assert cache.get_seq_length() == 0
 
