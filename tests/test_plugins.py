@@ -20,7 +20,7 @@ from families import build, prompt
 from test_selective import ask, fill, question
 
 from hf_tiered_cache import KVStore, TieredCache, plugins
-from hf_tiered_cache.errors import ConfigError
+from hf_tiered_cache.errors import ConfigError, StoreError
 from hf_tiered_cache.methods import (
     METHODS,
     BudgetMethod,
@@ -357,6 +357,62 @@ def test_a_member_that_nothing_would_use_is_refused(tmp_path):
             act()
 
 
+@dataclass(frozen=True, kw_only=True)
+class Unchecked(BudgetMethod):
+    """Method that would accept any budget."""
+
+    size: int = 4
+
+    def __post_init__(self) -> None:
+        assert self.size
+
+    def selector(self) -> Selector:
+        return Faulty()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checked(BudgetMethod):
+    """Method that calls the checks by the name of its base."""
+
+    def __post_init__(self) -> None:
+        BudgetMethod.__post_init__(self)
+
+    def selector(self) -> Selector:
+        return Faulty()
+
+
+def test_a_method_without_the_checks_of_its_base_is_refused():
+    reason = "Unchecked.__post_init__ must call super().__post_init__(), which checks the inherited options"
+    for act in (lambda: register_method("unchecked", Unchecked), lambda: make_method(Unchecked(budget=7))):
+        with pytest.raises(ConfigError, match=re.escape(reason)):
+            act()
+    with pytest.raises(ConfigError, match="budget must be a share"):
+        make_method(Checked(budget=7))
+    make_method(Checked(budget=0.5))
+
+
+def test_an_attribute_is_no_option_without_an_annotation(monkeypatch):
+    @dataclass(frozen=True, kw_only=True)
+    class Plain(Exact):
+        kernel = 7
+
+    monkeypatch.setitem(METHODS._parts, "plain", Plain)
+    with pytest.raises(ConfigError, match=r"plain has no option 'kernel'; to make an option of Plain.kernel, annotate"):
+        make_method("plain:kernel=5")
+
+
+def test_a_place_that_its_opener_cannot_open_ends_in_one_sentence(monkeypatch, run, tmp_path):
+    def unreachable(address):
+        raise RuntimeError("no such server")
+
+    monkeypatch.setitem(BACKENDS._parts, "unreachable", unreachable)
+    reason = "the backend 'unreachable' cannot open unreachable://x: RuntimeError: no such server"
+    for open_store in (lambda: KVStore("unreachable://x"), lambda: KVStore(tmp_path, remote="unreachable://x")):
+        with pytest.raises(StoreError, match=reason):
+            open_store()
+    assert run("ls", "unreachable://x")[1:] == ("", f"hf-tiered-cache: {reason}\n")
+
+
 def complete(kind):
     """Return a backend's class with the five methods that it lacks."""
     members = dict.fromkeys(kind.__abstractmethods__, lambda self, *arguments, **options: None)
@@ -428,7 +484,7 @@ FAULTS = {
     "negative": (lambda tokens, count: np.arange(count)[None] - 1, "are not from 0 to 191$"),
     "sets": (lambda tokens, count: np.stack([np.arange(count)] * 3), r"with 1 or 2 sets"),
     "list": (lambda tokens, count: list(range(count)), r"\(list\); a numpy array"),
-    "tensor": (lambda tokens, count: torch.arange(count)[None], r"\(Tensor\); a numpy array, int64"),
+    "tensor": (lambda tokens, count: torch.arange(count)[None], r"torch.int64 of shape .*; a numpy array, int64"),
     "flat": (lambda tokens, count: np.arange(count), "int64 .sets, 48. with 1 or 2 sets, is expected"),
     "dtype": (lambda tokens, count: np.arange(count, dtype=np.int32)[None], "int32 of shape"),
 }
@@ -577,7 +633,7 @@ def test_an_unknown_kind_of_prefetch_is_refused(model, store):
         (np.zeros((1, 5)), r"float64 of shape \[1, 5\]; .* \[sets, 192\]"),
         (np.zeros((3, 192)), r"float64 of shape \[3, 192\].* with 1 or 2 sets"),
         (np.zeros((1, 192), np.int64), "int64 of shape"),
-        (torch.zeros(1, 192), r"tensor.*\(Tensor\); a numpy array"),
+        (torch.zeros(1, 192), r"torch.float32 of shape \[1, 192\]; a numpy array"),
     ],
     ids=["none", "flat", "short", "rows", "integers", "tensor"],
 )

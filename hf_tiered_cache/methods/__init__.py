@@ -28,7 +28,7 @@ def _fault(name: str, part: object) -> str:
         return "it is not a dataclass; decorate it with @dataclass(frozen=True, kw_only=True)"
     if isabstract(part):
         return f"it lacks {', '.join(sorted(part.__abstractmethods__))}"
-    if fault := _ignored_members(part):
+    if fault := _wrong_member(part):
         return fault
     try:
         part()
@@ -38,13 +38,19 @@ def _fault(name: str, part: object) -> str:
 
 
 @lru_cache
-def _ignored_members(kind: type[Method]) -> str:
-    """Return which members of a method nothing uses, such as those of an interface that it does not derive from."""
+def _wrong_member(kind: type[Method]) -> str:
+    """Return which member of a method nothing uses, or keeps the base from checking its options, or ""."""
     for interface in (BudgetMethod, Passages, ForConversation):
         methods = {name for name, member in vars(interface).items() if callable(member)} - set(dir(Method))
         members = sorted(methods & set(dir(kind)))
         if members and not issubclass(kind, interface):
             return f"it has {', '.join(members)}, but does not derive from {interface.__name__}"
+    for base in kind.__mro__[: kind.__mro__.index(Method)]:
+        code = getattr(vars(base).get("__post_init__"), "__code__", None)
+        if code is not None and "__post_init__" not in code.co_names:
+            return (
+                f"{base.__name__}.__post_init__ must call super().__post_init__(), which checks the inherited options"
+            )
     return ignored_member(kind)
 
 
@@ -115,7 +121,7 @@ def make_method(method: Method | str | None) -> Method:
     if method is None:
         return Exact()
     if isinstance(method, Method):
-        if fault := _ignored_members(type(method)):
+        if fault := _wrong_member(type(method)):
             raise ConfigError(f"{type(method).__name__} cannot be used as a method: {fault}")
         return method
     if not isinstance(method, str):
@@ -135,6 +141,8 @@ def make_method(method: Method | str | None) -> Method:
         key, _, text = option.partition("=")
         if key not in fields_by_name:
             advice = suggest(key, fields_by_name, f"its options are: {', '.join(fields_by_name)}")
+            if isinstance(getattr(kind, key, None), str | int | float):
+                advice = f"; to make an option of {kind.__name__}.{key}, annotate it: {key}: ... = ..."
             raise ConfigError(f"{name} has no option {key!r}{advice}")
         settings[key] = _parse_option(kind, name, fields_by_name[key], text)
     return make(**settings)

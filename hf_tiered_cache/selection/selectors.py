@@ -205,7 +205,8 @@ def _check_array(returned: str, array: Any, dtype: type[np.generic], request: Se
     """Raise ConfigError if a result is not a numpy array of a dtype, `[sets, count]`."""
     is_array, shapes = isinstance(array, np.ndarray), [(1, count), (request.own_keys.shape[0], count)]
     if not is_array or array.shape not in shapes or not np.issubdtype(array.dtype, dtype):
-        form = f"{array.dtype} of shape {list(array.shape)}" if is_array else with_type(array)
+        is_tensor = hasattr(array, "dtype") and hasattr(array, "shape")  # of numpy or PyTorch
+        form = f"{array.dtype} of shape {list(array.shape)}" if is_tensor else with_type(array)
         kind = f"{'int64' if dtype is np.int64 else 'float'} [sets, {count}]"
         raise ConfigError(f"{returned} {form}; a numpy array, {kind} with 1 or {shapes[1][0]} sets, is expected")
 

@@ -13,7 +13,7 @@ from types import NoneType
 from typing import Any
 from urllib.parse import urlsplit
 
-from ...errors import ConfigError, with_type
+from ...errors import ConfigError, StoreError, TieredCacheError, with_type
 from ...plugins import Registry, ignored_member
 from ..backend import ANSWERS, SegmentBackend
 from ..engines import Engine, open_engine
@@ -107,8 +107,7 @@ def open_backend(address: str | os.PathLike[str] | None, backend: object, engine
     if engine != "auto":
         raise ConfigError("engine is an option of stores in folders; other backends read by themselves")
     if address is not None:
-        address = str(address)
-        backend = _opener(address)(address)
+        backend = _open(address := str(address))
         if backend is None:
             raise ConfigError(
                 f"the opener of the backend {scheme_of(address)!r} returned None; it must return the backend"
@@ -130,10 +129,9 @@ def open_remote(address: str | ObjectBackend, make: bool = True) -> ObjectBacken
     if isinstance(address, str):
         if not scheme_of(address):
             raise ConfigError(f"remote must be an address such as s3://bucket/prefix, not {address!r}")
-        opener = _opener(address)
         if not make and scheme_of(address) == "file":
             check_store(address)
-        remote = opener(address)
+        remote = _open(address)
     if not isinstance(remote, ObjectBackend):
         raise ConfigError(f"remote must be an address or an ObjectBackend, not {with_type(remote)}")
     _check_usable(remote)
@@ -174,7 +172,8 @@ def _check_usable(backend: object) -> None:
             raise ConfigError(f"{name}.{member} must accept {base_signature}: {error}") from None
 
 
-def _opener(address: str) -> Opener:
+def _open(address: str) -> object:
+    """Open the place at an address. Raises ConfigError or StoreError."""
     scheme, shown = scheme_of(address), without_secrets(address)
     try:
         urlsplit(address)
@@ -185,4 +184,10 @@ def _opener(address: str) -> Opener:
             f"unknown backend {scheme!r} in the address {shown!r}; there are: {', '.join(BACKENDS)}. Install the "
             "package that provides it, or register it"
         )
-    return BACKENDS[scheme]
+    opener = BACKENDS[scheme]
+    try:
+        return opener(address)
+    except TieredCacheError:
+        raise
+    except Exception as error:  # whatever a client library raises
+        raise StoreError(f"the backend {scheme!r} cannot open {shown}: {type(error).__name__}: {error}") from error
