@@ -62,8 +62,7 @@ _FLAGS = {
     *("output_scores", "output_logits", "output_attentions", "output_hidden_states", "return_dict_in_generate"),
 }
 _CHECKED_BY_GENERATE = {
-    *("cache_implementation", "early_stopping", "exponential_decay_length_penalty", "sequence_bias", "stop_strings"),
-    "transformers_version",
+    *("early_stopping", "exponential_decay_length_penalty", "sequence_bias", "stop_strings", "transformers_version"),
 }
 """Settings whose values `generate()` checks, or ignores."""
 _CLIENT_NAMES = {
