@@ -24,13 +24,14 @@ ARCHITECTURES: dict[str, tuple[type[PreTrainedModel], type[PreTrainedConfig]]] =
 _SIZES: dict[str, Any] = {
     # tokens
     "vocab_size": VOCABULARY,
-    "vocab_size_per_layer_input": VOCABULARY,
+    **dict.fromkeys(("vocab_size_per_layer_input", "unpadded_vocab_size"), VOCABULARY),
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": None,
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), 1024),
     **dict.fromkeys(("sliding_window", "attention_window", "window_size"), 40),
     # layers
+    **dict.fromkeys(("n_input_layers", "n_output_layers"), 1),
     **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers"), 4),
     **dict.fromkeys(("encoder_layers", "decoder_layers"), 4),
     # heads
@@ -67,16 +68,22 @@ _SIZES: dict[str, Any] = {
     **dict.fromkeys(("mamba_n_groups", "n_groups"), 1),
 }
 """Values of settings, by the names that configurations have for them."""
+_ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 _SPECIAL: dict[str, dict[str, Any]] = {
+    "CohereCompassForCausalLM": {
+        "layer_types": ["full_attention", "sliding_attention"] * 2,
+        "rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE},
+    },
     "GPTNeoForCausalLM": {"attention_types": [[["global", "local"], 2]]},
     "HunYuanDenseV1ForCausalLM": {"head_dim": 16},
     "HunYuanMoEV1ForCausalLM": {"head_dim": 16},
     "MinistralForCausalLM": {"head_dim": 16},
     "MllamaForCausalLM": {"cross_attention_layers": [1]},
     "MptForCausalLM": {"use_cache": True},
+    "XmodForCausalLM": {"default_language": "en_XX"},
     "ZayaForCausalLM": {"num_experts_per_tok": 1},
 }
-_MOST_PARAMETERS = 60_000_000
+_MOST_PARAMETERS = 100_000_000
 
 
 class TooSpecialError(Exception):
@@ -113,6 +120,8 @@ def build_architecture(name: str) -> PreTrainedModel:
 def _tiny(name: str, kind: type[PreTrainedConfig]) -> PreTrainedConfig:
     text = kind().get_text_config(decoder=True)
     defaults = text.to_dict()
+    if type(text) is kind:  # without the settings of an encoder, and with other names of the decoder's
+        defaults = kind().to_dict() | defaults
     sizes = {key: size for key, size in _SIZES.items() if key in defaults}
     for key in ("head_dim", "sliding_window"):
         if defaults.get(key) is None:
