@@ -116,7 +116,7 @@ def make_method(method: Method | str | None) -> Method:
 
     Raises:
         ConfigError: The name or a setting is unknown, a value is invalid, or the method has no `paper` settings. Or an
-            instance has members that nothing uses.
+            instance has members that nothing uses, or does not call the checks of its base.
     """
     if method is None:
         return Exact()

@@ -83,7 +83,7 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "XmodForCausalLM": {"default_language": "en_XX"},
     "ZayaForCausalLM": {"num_experts_per_tok": 1},
 }
-_MOST_PARAMETERS = 100_000_000
+_MOST_PARAMETERS = 60_000_000
 
 
 class TooSpecialError(Exception):
@@ -118,10 +118,11 @@ def build_architecture(name: str) -> PreTrainedModel:
 
 
 def _tiny(name: str, kind: type[PreTrainedConfig]) -> PreTrainedConfig:
-    text = kind().get_text_config(decoder=True)
+    whole = kind()
+    text = whole.get_text_config(decoder=True)
     defaults = text.to_dict()
     if type(text) is kind:  # without the settings of an encoder, and with other names of the decoder's
-        defaults = kind().to_dict() | defaults
+        defaults = whole.to_dict() | defaults
     sizes = {key: size for key, size in _SIZES.items() if key in defaults}
     for key in ("head_dim", "sliding_window"):
         if defaults.get(key) is None:

@@ -187,7 +187,8 @@ def _open(address: str) -> object:
     opener = BACKENDS[scheme]
     try:
         return opener(address)
-    except TieredCacheError:
+    except (TieredCacheError, MemoryError):
         raise
     except Exception as error:  # whatever a client library raises
-        raise StoreError(f"the backend {scheme!r} cannot open {shown}: {type(error).__name__}: {error}") from error
+        reason = f"{type(error).__name__}: {error}".replace(address, shown)
+        raise StoreError(f"the backend {scheme!r} cannot open {shown}: {reason}") from error
